@@ -1,0 +1,433 @@
+"""Feeds the jobs of one save to workers and brings back what they say.
+
+Runs in: trainer, in the thread that saves.
+
+    pending jobs --> lanes (a worker and a window each) --> JobDone per job
+          ^                     |
+          |   transient error   |  any other error: abort every lane, remove what is published,
+          +---------------------+  give the workers back (idle or killed), raise
+
+The loop never blocks on one worker: it stages a batch for each lane that has a free slot, reads
+what has arrived, and sleeps only when nothing moves, until a worker speaks or dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mpwriter._arena import Arena
+from mpwriter._lane import Job, Lane, TrainerPeer, Window, window_bytes
+from mpwriter._pool import WorkerPool
+from mpwriter._process import WorkerProcess
+from mpwriter._report import WorkerReport
+from mpwriter._staging import ItemStream
+from mpwriter._types import Ack, ErrorRecord, JobDone, JobFailed, JobRefused, Message, StartJob
+from mpwriter._worker import ABORTED
+from mpwriter.errors import (
+    StorageError,
+    WorkerDiedError,
+    WorkerStartError,
+    WorkerTimeoutError,
+)
+
+__all__ = ["FeedSettings", "JobFeed"]
+
+logger = logging.getLogger(__name__)
+
+# How long aborted workers have to discard their files before they are killed.
+_ABORT_GRACE_S = 3.0
+
+# Longest sleep of the loop: timeouts and retries are looked at this often.
+_TICK_S = 0.5
+
+# First pause before a failed file is written again; doubles per try up to the second figure.
+_RETRY_PAUSE_S = 0.2
+_MAX_RETRY_PAUSE_S = 10.0
+
+_attempt_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    """What is the same for every job of a save."""
+
+    num_workers: int
+    copy_ahead_bytes: int
+    budget_bytes: int | None
+    timeout_s: float
+    retries: int
+    trainer_reason: str | None  # why every file is written in the trainer; None: workers serve
+    start: Callable[[Job, int, bool], StartJob]  # job, attempt, whether it stays in the trainer
+    stream: Callable[[Job, int], ItemStream]
+    remove: Callable[[Job], None]  # a published file of a save that has failed
+    sweep: Callable[[Job], None]  # what a killed worker has left of a file
+    on_bytes: Callable[[int], None]
+    on_file: Callable[[Job], None]
+    warn: Callable[[str], None]
+
+
+class JobFeed:
+    """Runs the jobs of one save. Use once, from one thread.
+
+    Args:
+        jobs: in the order they are to begin.
+        job_bytes: size of the largest job, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        settings: FeedSettings,
+        jobs: Sequence[Job],
+        job_bytes: int,
+        pool: WorkerPool,
+        arena: Arena,
+    ) -> None:
+        self._settings = settings
+        self._pending = deque(jobs)
+        self._job_bytes = job_bytes
+        self._pool = pool
+        self._arena = arena
+        self._lanes: list[Lane] = []
+        self._trainer_reason = settings.trainer_reason
+        self._done: dict[int, JobDone] = {}
+        self._finished: list[Job] = []
+        self.reports: list[WorkerReport] = []
+        self.stage_s = 0.0
+
+    def run(self) -> dict[int, JobDone]:
+        """Write every job's file.
+
+        Returns:
+            What each worker said, by job number; a job whose items are all tied to other
+            files has no entry.
+
+        Raises:
+            MPWriterError: the first error; no file of these jobs is left under its name.
+        """
+        try:
+            while self._pending or self._lanes:
+                self._engage()
+                if not self._move():
+                    self._wait()
+        except BaseException:
+            self._abandon()
+            raise
+        return self._done
+
+    # -- lanes ---------------------------------------------------------------------------
+
+    def _engage(self) -> None:
+        """Give pending jobs to lanes: one per worker, or one in the trainer."""
+        while self._pending and len(self._lanes) < self._settings.num_workers:
+            if self._trainer_reason is not None:
+                if self._lanes:
+                    return
+                self._settings.warn(self._trainer_reason)
+                self._lanes.append(self._trainer_lane())
+            else:
+                lane = self._worker_lane()
+                if lane is None:
+                    if self._trainer_reason is not None:
+                        continue
+                    return
+                self._lanes.append(lane)
+            self._begin(self._lanes[-1], self._pending.popleft())
+
+    def _worker_lane(self) -> Lane | None:
+        try:
+            worker = self._pool.lease(self._settings.num_workers, own=len(self._lanes))
+        except WorkerStartError as exc:
+            if not self._lanes:
+                self._trainer_reason = str(exc)
+            return None
+        if worker is None:
+            return None
+        try:
+            window = self._lease_window()
+        except BaseException:
+            self._pool.give_back(worker, usable=True)
+            raise
+        lane = Lane(worker, window)
+        try:
+            self._map(worker, window.segment)
+        except BaseException:
+            lane.release()
+            self._pool.give_back(worker, usable=False)
+            raise
+        return lane
+
+    def _map(self, worker: WorkerProcess, segment: int) -> None:
+        worker.unmap_dead(self._arena.live_segments())
+        nbytes, fd = self._arena.segment_nbytes(segment), self._arena.segment_fd(segment)
+        worker.map_segment(segment, nbytes, fd)
+
+    def _lease_window(self) -> Window:
+        # The arena may give less than asked for: a smaller window is slower, not wrong.
+        extent = self._arena.lease(
+            window_bytes(self._settings.copy_ahead_bytes, self._job_bytes),
+            kind="window",
+            min_nbytes=_LEAST_WINDOW_BYTES,
+            budget_bytes=self._settings.budget_bytes,
+        )
+        try:
+            return Window.in_arena(self._arena, extent)
+        except BaseException:
+            self._arena.release(extent)
+            raise
+
+    def _trainer_lane(self) -> Lane:
+        size = window_bytes(self._settings.copy_ahead_bytes, self._job_bytes)
+        memory = torch.empty(min(size, _TRAINER_WINDOW_BYTES), dtype=torch.uint8)
+        return Lane(TrainerPeer(memory), Window.in_trainer(memory))
+
+    def _begin(self, lane: Lane, job: Job) -> None:
+        start = self._start(lane, job)
+        lane.begin(job, start, self._settings.stream(job, lane.window.slot_bytes))
+
+    def _start(self, lane: Lane, job: Job) -> StartJob:
+        return self._settings.start(job, next(_attempt_numbers), _in_trainer(lane))
+
+    def _next(self, lane: Lane) -> None:
+        """The lane's job is over: take on another, or leave."""
+        if self._pending and (self._trainer_reason is None or _in_trainer(lane)):
+            self._begin(lane, self._pending.popleft())
+        else:
+            self._leave(lane, usable=True)
+
+    def _leave(self, lane: Lane, *, usable: bool) -> None:
+        self._lanes.remove(lane)
+        self.stage_s += lane.stage_s
+        lane.release()
+        if isinstance(lane.peer, WorkerProcess):
+            self._pool.give_back(lane.peer, usable=usable)
+        elif isinstance(lane.peer, TrainerPeer):
+            lane.peer.close()
+
+    # -- the loop ------------------------------------------------------------------------
+
+    def _move(self) -> bool:
+        moved = False
+        for lane in list(self._lanes):
+            moved = self._visit(lane, self._step) or moved
+        for lane in list(self._lanes):
+            moved = self._visit(lane, self._collect) or moved
+        return moved
+
+    def _visit(self, lane: Lane, action: Callable[[Lane], bool]) -> bool:
+        try:
+            return action(lane)
+        except WorkerDiedError:
+            self._died(lane)
+            return True
+
+    def _step(self, lane: Lane) -> bool:
+        moved = lane.step()
+        if lane.empty:
+            lane.end()
+            self._next(lane)
+            return True
+        return moved
+
+    def _collect(self, lane: Lane) -> bool:
+        messages = lane.peer.receive()
+        for message in messages:
+            lane.progress_s = time.monotonic()
+            self._handle(lane, message)
+        return bool(messages)
+
+    def _handle(self, lane: Lane, message: Message) -> None:
+        if getattr(message, "job", None) != lane.attempt:
+            return  # the last words of an attempt that is over
+        if isinstance(message, Ack):
+            self._settings.on_bytes(lane.acknowledge(message))
+        elif isinstance(message, JobDone):
+            self._finish(lane, message)
+        elif isinstance(message, JobRefused):
+            self._refused(lane, message.reason)
+        elif isinstance(message, JobFailed):
+            self._failed(lane, message.error)
+
+    def _finish(self, lane: Lane, done: JobDone) -> None:
+        job = lane.end()
+        job.written = lane.stream.written
+        self._done[job.number] = done
+        self._finished.append(job)
+        self._settings.on_file(job)
+        self.reports.append(_worker_report(lane, done))
+        self._next(lane)
+
+    def _refused(self, lane: Lane, reason: str) -> None:
+        self._trainer_reason = f"a worker process cannot use this filesystem: {reason}"
+        self._pending.appendleft(lane.end())
+        self._leave(lane, usable=True)
+
+    def _failed(self, lane: Lane, error: ErrorRecord) -> None:
+        assert lane.job is not None
+        if not error.transient or lane.job.attempts >= self._settings.retries:
+            raise _storage_error(error, lane)
+        lane.job.attempts += 1
+        pause_s = min(_MAX_RETRY_PAUSE_S, _RETRY_PAUSE_S * 2 ** (lane.job.attempts - 1))
+        logger.warning(
+            "%s failed (%s: %s); try %d of %d in %.1f s",
+            error.path,
+            error.type_name,
+            error.text,
+            lane.job.attempts + 1,
+            self._settings.retries + 1,
+            pause_s,
+        )
+        start = self._start(lane, lane.job)
+        lane.begin_again(start, time.monotonic() + pause_s)
+
+    def _wait(self) -> None:
+        for lane in self._lanes:
+            if lane.staged:
+                lane.wait_for_copies()  # an accelerator is at work: it is done in milliseconds
+                return
+        poll = select.poll()
+        for lane in self._lanes:
+            if isinstance(lane.peer, WorkerProcess):
+                wants = select.POLLIN | (select.POLLOUT if lane.peer.wants_write else 0)
+                poll.register(lane.peer, wants)
+        poll.poll(_TICK_S * 1000)
+        for lane in list(self._lanes):
+            self._visit(lane, self._look_after)
+
+    def _look_after(self, lane: Lane) -> bool:
+        if isinstance(lane.peer, WorkerProcess):
+            lane.peer.flush()
+            silent_s = time.monotonic() - lane.progress_s
+            if lane.outstanding and silent_s > self._settings.timeout_s:
+                raise self._timeout(lane)
+        return False
+
+    # -- errors --------------------------------------------------------------------------
+
+    def _died(self, lane: Lane) -> None:
+        worker = lane.peer
+        assert isinstance(worker, WorkerProcess)
+        death = worker.death(lane.job.path if lane.job else None)
+        if worker.ready or death.signal_name is not None:
+            raise death
+        # It ended by itself before it was at work: this interpreter cannot run workers.
+        self._trainer_reason = f"worker processes do not start here: {death}"
+        if lane.job is not None:
+            self._pending.appendleft(lane.end())
+        self._leave(lane, usable=False)
+
+    def _timeout(self, lane: Lane) -> WorkerTimeoutError:
+        worker = lane.peer
+        assert isinstance(worker, WorkerProcess) and lane.job is not None
+        timeout_s = self._settings.timeout_s
+        return WorkerTimeoutError(
+            f"worker {worker.number} (pid {worker.pid}) made no progress for {timeout_s:g} s "
+            f"while writing {lane.job.path} (timeout_s)",
+            worker=worker.number,
+            pid=worker.pid,
+            timeout_s=timeout_s,
+            path=lane.job.path,
+        )
+
+    def _abandon(self) -> None:
+        """Leave nothing of this save: stop every lane, then remove what was published."""
+        waiting = [lane for lane in self._lanes if _ask_to_abort(lane)]
+        clean = {id(lane) for lane in self._lanes if lane.unannounced and _living(lane)}
+        deadline_s = time.monotonic() + _ABORT_GRACE_S
+        while waiting and time.monotonic() < deadline_s:
+            clean.update(id(lane) for lane in waiting if self._has_aborted(lane))
+            waiting = [lane for lane in waiting if id(lane) not in clean and _living(lane)]
+            _sleep_until_spoken_to(waiting, deadline_s)
+        for lane in list(self._lanes):
+            job, usable = lane.job, id(lane) in clean
+            self._leave(lane, usable=usable)
+            if job is not None and not usable:
+                self._settings.sweep(job)
+        for job in self._finished:
+            self._settings.remove(job)
+
+    def _has_aborted(self, lane: Lane) -> bool:
+        try:
+            if isinstance(lane.peer, WorkerProcess):
+                lane.peer.flush()
+            messages = lane.peer.receive()
+        except WorkerDiedError:
+            return False
+        for message in messages:
+            if isinstance(message, JobDone) and message.job == lane.attempt and lane.job:
+                self._finished.append(lane.job)  # it was published just before
+        return any(
+            isinstance(message, JobFailed)
+            and message.job == lane.attempt
+            and message.error.type_name == ABORTED
+            for message in messages
+        )
+
+
+# A window this small still holds a few slots.
+_LEAST_WINDOW_BYTES = 64 * 1024
+
+# In the trainer nothing is copied ahead: the window only bounds the pieces.
+_TRAINER_WINDOW_BYTES = 8 << 20
+
+
+def _in_trainer(lane: Lane) -> bool:
+    return isinstance(lane.peer, TrainerPeer)
+
+
+def _ask_to_abort(lane: Lane) -> bool:
+    try:
+        return lane.abort()
+    except WorkerDiedError:
+        return False
+
+
+def _living(lane: Lane) -> bool:
+    return not isinstance(lane.peer, WorkerProcess) or lane.peer.alive()
+
+
+def _sleep_until_spoken_to(lanes: Sequence[Lane], deadline_s: float) -> None:
+    if not lanes:
+        return
+    poll = select.poll()
+    for lane in lanes:
+        if isinstance(lane.peer, WorkerProcess):
+            poll.register(lane.peer, select.POLLIN)
+    poll.poll(max(0.0, min(0.05, deadline_s - time.monotonic())) * 1000)
+
+
+def _worker_report(lane: Lane, done: JobDone) -> WorkerReport:
+    worker = lane.peer
+    number = worker.number if isinstance(worker, WorkerProcess) else None
+    return WorkerReport(
+        worker=number,
+        files=1,
+        nbytes=done.nbytes,
+        write_s=done.write_s,
+        crc_s=done.crc_s,
+        publish_s=done.publish_s,
+        cpu_s=done.cpu_s,
+    )
+
+
+def _storage_error(error: ErrorRecord, lane: Lane) -> StorageError:
+    worker = lane.peer.number if isinstance(lane.peer, WorkerProcess) else None
+    who = f"worker {worker}" if worker is not None else "the trainer"
+    text = f"{who} could not write {error.path}: {error.type_name}: {error.text}"
+    if error.traceback:
+        text += f"\n--- traceback of {who} ---\n{error.traceback}"
+    return StorageError(
+        text,
+        errno=error.errno,
+        path=error.path,
+        original_type=error.type_name,
+        worker=worker,
+        worker_traceback=error.traceback,
+    )

@@ -1,0 +1,247 @@
+"""From the bytes of one stored item to the values that a planner waits for.
+
+Runs in: trainer.
+
+    bytes --transforms backwards--> container --decode, CRC--> tensor --narrow, shapes--> copy_
+                                              `-- raw (safetensors) --'
+                                              `-- torch.load(weights_only=True): other shapes
+
+Nothing is copied into a target before the item's CRCs and both shapes have been compared.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import zipfile
+from collections.abc import Mapping
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from mpwriter._compat import ExtensionRegistry, StreamTransformExtension, narrow_tensor_by_index
+from mpwriter._decode import ContainerError, DecodedTensor, decode
+from mpwriter._fetch_plan import StoredItem
+from mpwriter.errors import CorruptCheckpointError, ShapeMismatchError
+
+__all__ = ["Delivery"]
+
+_SAFETENSORS_SUFFIX = ".safetensors"
+
+_ZIP_BEGIN, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+
+
+class Delivery:
+    """Decodes stored items and hands them to one planner. Not thread-safe, as planners are not.
+
+    Args:
+        planner: of this load.
+        entries: Metadata.state_dict_metadata; says what raw items are.
+        verify: compare the CRCs of what is read.
+        extensions: makes the stream transforms that an item's descriptors name.
+
+    Attributes:
+        num_items: delivered so far.
+        num_unverified: of these, how many should have been, and had no CRC to compare.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        entries: Mapping[str, Any],
+        *,
+        verify: bool,
+        extensions: ExtensionRegistry,
+    ) -> None:
+        self._planner = planner
+        self._entries = entries
+        self._verify = verify
+        self._extensions = extensions
+        self.num_items = 0
+        self.num_unverified = 0
+
+    def deliver(self, item: StoredItem, stored: memoryview, path: str) -> None:
+        """Serve every read of `item`.
+
+        Args:
+            item: what is delivered.
+            stored: its bytes in the file, writable; not kept.
+            path: of the file, for errors.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not what was written.
+            ShapeMismatchError: the target has another shape; it was not touched.
+            Exception: what the planner, torch.load or copy_ raises, as with stock.
+        """
+        if item.descriptors:
+            stored = self._undo_transforms(item, stored, path)
+        wants_bytes = [read for read in item.reads if read.type == LoadItemType.BYTE_IO]
+        if wants_bytes:
+            self._deliver_bytes(item, wants_bytes, stored, path)
+        if len(wants_bytes) < len(item.reads):
+            self._deliver_tensor(item, stored, path)
+        self.num_items += 1
+
+    def _undo_transforms(self, item: StoredItem, stored: memoryview, path: str) -> memoryview:
+        try:
+            extensions = self._extensions.from_descriptor_list(item.descriptors)
+        except Exception as error:
+            _add_note(error, f"mpwriter: while loading {item.key!r} from {path}")
+            raise
+        stream = cast(IO[bytes], io.BytesIO(stored))
+        try:
+            for extension in extensions:
+                if isinstance(extension, StreamTransformExtension):
+                    stream = extension.transform_from(stream)
+            return memoryview(bytearray(stream.read(-1)))
+        except Exception as error:  # each library has errors of its own for damaged streams
+            raise _corrupt(
+                item.key, path, f"{type(error).__name__} in {item.descriptors}: {error}"
+            ) from error
+
+    def _deliver_bytes(
+        self, item: StoredItem, reads: list[ReadItem], stored: memoryview, path: str
+    ) -> None:
+        if self._verify:
+            _check_zip(item.key, stored, path)
+        for read in reads:
+            try:
+                self._planner.load_bytes(read, io.BytesIO(stored))
+            except Exception as error:
+                _add_note(error, f"mpwriter: while loading {item.key!r} from {path}")
+                raise
+
+    def _deliver_tensor(self, item: StoredItem, stored: memoryview, path: str) -> None:
+        if path.endswith(_SAFETENSORS_SUFFIX):
+            tensor = self._raw_tensor(item, stored, path)
+            self.num_unverified += self._verify
+        else:
+            tensor = self._decoded_tensor(item, stored, path)
+        for read in item.reads:
+            if read.type != LoadItemType.BYTE_IO:
+                self._copy(read, tensor, path)
+
+    def _decoded_tensor(self, item: StoredItem, stored: memoryview, path: str) -> torch.Tensor:
+        try:
+            decoded = decode(stored, verify=self._verify)
+        except ContainerError as error:
+            raise _corrupt(item.key, path, str(error)) from error
+        dtype = getattr(torch, decoded.dtype, None) if decoded is not None else None
+        if decoded is None or not isinstance(dtype, torch.dtype):
+            return _torch_load(item.key, stored, path)
+        self.num_unverified += self._verify and not decoded.checked
+        return _as_tensor(decoded, dtype)
+
+    def _raw_tensor(self, item: StoredItem, stored: memoryview, path: str) -> torch.Tensor:
+        """A safetensors file's payload: what it is says the metadata."""
+        index = item.reads[0].storage_index
+        entry = self._entries.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise _corrupt(item.key, path, "the metadata says nothing of this tensor")
+        shape, dtype = tuple(_chunk_of(entry, index, path).sizes), entry.properties.dtype
+        expected = math.prod(shape) * dtype.itemsize
+        if expected != len(stored):
+            raise _corrupt(
+                item.key, path, f"expected {expected} bytes of {dtype} {shape}, found {len(stored)}"
+            )
+        if not expected:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(stored, dtype=dtype).view(shape)
+
+    def _copy(self, read: ReadItem, tensor: torch.Tensor, path: str) -> None:
+        key = read.storage_index.fqn
+        try:
+            piece = narrow_tensor_by_index(tensor, read.storage_offsets, read.lengths)
+        except (RuntimeError, IndexError) as error:
+            raise ShapeMismatchError(
+                f"{key}: {path} holds shape {tuple(tensor.shape)}, which has no part "
+                f"{tuple(read.lengths)} at {tuple(read.storage_offsets)}",
+                path=path,
+                key=key,
+            ) from error
+        target = self._planner.resolve_tensor(read).detach()
+        if target.size() != piece.size():
+            raise ShapeMismatchError(
+                f"{key}: {path} holds shape {tuple(piece.shape)}, its target has shape "
+                f"{tuple(target.shape)}",
+                path=path,
+                key=key,
+            )
+        try:
+            target.copy_(piece)
+        except Exception as error:
+            _add_note(error, f"mpwriter: while loading {key!r} from {path}")
+            raise
+        self._planner.commit_tensor(read, target)
+
+
+def _corrupt(key: str, path: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{key}: damaged in {path}: {what}", path=path, key=key)
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+
+
+def _as_tensor(decoded: DecodedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A view of the payload."""
+    if len(decoded.payload):
+        storage = torch.frombuffer(decoded.payload, dtype=dtype)
+    else:
+        storage = torch.empty(0, dtype=dtype)
+    return storage.as_strided(decoded.shape, decoded.stride, decoded.storage_offset)
+
+
+def _torch_load(key: str, stored: memoryview, path: str) -> torch.Tensor:
+    """What `decode` has no name for; its CRCs have been compared."""
+    try:
+        tensor = torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
+    except Exception as error:
+        _add_note(error, f"mpwriter: while loading {key!r} from {path}")
+        raise
+    if not isinstance(tensor, torch.Tensor):
+        raise _corrupt(key, path, f"expected a tensor, found a {type(tensor).__name__}")
+    return tensor
+
+
+def _chunk_of(
+    entry: TensorStorageMetadata, index: MetadataIndex, path: str
+) -> ChunkStorageMetadata:
+    hint = index.index
+    if hint is not None and hint < len(entry.chunks):
+        if index.offset is None or entry.chunks[hint].offsets == index.offset:
+            return entry.chunks[hint]
+    for chunk in entry.chunks:
+        if index.offset is None or chunk.offsets == index.offset:
+            return chunk
+    raise _corrupt(index.fqn, path, f"the metadata has no chunk at {index.offset}")
+
+
+def _check_zip(key: str, stored: memoryview, path: str) -> None:
+    """Compare the CRCs of a bytes item that torch.save made; anything else is not looked into."""
+    begins = stored[: len(_ZIP_BEGIN)] == _ZIP_BEGIN
+    ends = stored[-_ZIP_END_BYTES:][: len(_ZIP_END)] == _ZIP_END
+    if not begins and not ends:
+        return
+    try:
+        decode(stored, verify=True)
+    except ContainerError as error:
+        if not _is_sound_zip(stored):
+            raise _corrupt(key, path, str(error)) from error
+
+
+def _is_sound_zip(stored: memoryview) -> bool:
+    """A planner may store a zip that torch.save would not make: its content must be right."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(stored)) as archive:
+            return archive.testzip() is None
+    except Exception:
+        return False

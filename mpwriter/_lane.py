@@ -1,0 +1,300 @@
+"""One worker and what is on its way to it.
+
+Runs in: trainer.
+
+A lane joins a worker (or the stand-in that writes in the trainer), the copy-ahead window that
+feeds it, and the job it is at. Slots of the window go round:
+
+    free --fill--> staged --events complete, Put--> in flight --Ack--> free
+
+so at most the window's bytes are copied ahead of the file, and a slot is not used again before
+the worker has let go of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mpwriter._arena import Arena
+from mpwriter._staging import MIN_SLOT_BYTES, Batch, ItemStream, Slot
+from mpwriter._types import AbortJob, Ack, EndJob, Extent, ItemSpec, Message, Put, StartJob
+from mpwriter._worker import JobServer
+
+__all__ = ["Job", "Lane", "Peer", "TrainerPeer", "Window", "window_bytes"]
+
+# A slot is copied, sent, checksummed and written as a whole. 2 MiB: small enough to stay in a
+# core's share of the cache between the copy and the write, large enough that a message (60 us
+# for both sides) is under 5 % of it. Source: scripts/benchmark.py, `large`, 0.5 to 16 MiB.
+_MAX_SLOT_BYTES = 2 << 20
+
+# Slots of a full window at least, so that copying, checksumming and writing overlap.
+_MIN_SLOTS = 8
+
+# Windows come in powers of two from here up, so that later saves find a warm one that fits.
+_MIN_WINDOW_BYTES = 256 * 1024
+
+# The segment number of the stand-in's own memory.
+_TRAINER_SEGMENT = -1
+
+
+@dataclass
+class Job:
+    """One bucket, one file.
+
+    Attributes:
+        path: as the filesystem names it; relative_path: its name in the checkpoint.
+        positions: the plan's items that go into it; written: those that did, in file order,
+            set when it is complete (items tied to another file's are left out).
+    """
+
+    number: int
+    path: str
+    relative_path: str
+    positions: list[int]
+    container: str = "torch"
+    header: tuple[ItemSpec, ...] = ()
+    attempts: int = 0
+    written: list[int] = field(default_factory=list)
+
+
+class Peer(Protocol):
+    """What a lane needs of a worker."""
+
+    def send(self, message: Message) -> None: ...
+    def receive(self) -> list[Message]: ...
+
+
+class TrainerPeer:
+    """Stands in for a worker where none can serve: runs each message at once, in this thread."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._replies: list[Message] = []
+        self._server = JobServer(self._replies.append, _no_fd, owns_process=False)
+        self._server.buffers[_TRAINER_SEGMENT] = _buffer_of(memory)
+
+    def send(self, message: Message) -> None:
+        self._server.handle(message)
+
+    def receive(self) -> list[Message]:
+        replies = self._replies[:]
+        self._replies.clear()
+        return replies
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def _no_fd() -> int:
+    raise AssertionError("no descriptors travel inside the trainer")
+
+
+def _buffer_of(memory: torch.Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def window_bytes(copy_ahead_bytes: int, job_bytes: int) -> int:
+    """Size of the window for jobs of up to `job_bytes`: no more than they can fill."""
+    size = _MIN_WINDOW_BYTES
+    while size < job_bytes:
+        size *= 2
+    return max(2 * MIN_SLOT_BYTES, min(size, copy_ahead_bytes))
+
+
+class Window:
+    """A range of memory in slots. `release` gives it back; slots must not be used after that."""
+
+    def __init__(
+        self,
+        segment: int,
+        offset: int,
+        tensor: torch.Tensor,
+        buffer: memoryview,
+        release: Callable[[], None],
+    ) -> None:
+        nbytes = tensor.numel()
+        self.slot_bytes = max(MIN_SLOT_BYTES, min(_MAX_SLOT_BYTES, nbytes // _MIN_SLOTS))
+        self.slot_bytes -= self.slot_bytes % 64  # slots keep the alignment of items
+        self.segment = segment
+        self.release = release
+        address = tensor.data_ptr()
+        self.slots: deque[Slot] = deque(
+            Slot(
+                segment,
+                offset + start,
+                self.slot_bytes,
+                tensor[start : start + self.slot_bytes],
+                buffer[start : start + self.slot_bytes],
+                address + start,
+            )
+            for start in range(0, nbytes - self.slot_bytes + 1, self.slot_bytes)
+        )
+
+    @classmethod
+    def in_arena(cls, arena: Arena, extent: Extent) -> Window:
+        return cls(
+            extent.segment,
+            extent.offset,
+            arena.tensor(extent),
+            arena.buffer(extent),
+            lambda: arena.release(extent),
+        )
+
+    @classmethod
+    def in_trainer(cls, memory: torch.Tensor) -> Window:
+        return cls(_TRAINER_SEGMENT, 0, memory, _buffer_of(memory), lambda: None)
+
+
+class Lane:
+    """Feeds one peer; used by the save's thread alone."""
+
+    def __init__(self, peer: Peer, window: Window) -> None:
+        self.peer = peer
+        self.window = window
+        self.job: Job | None = None
+        self.attempt = -1
+        self.retry_at_s = 0.0
+        self.progress_s = time.monotonic()
+        self.stage_s = 0.0
+        self._start: StartJob | None = None
+        self._stream: ItemStream | None = None
+        self._staged: deque[Batch] = deque()
+        self._in_flight: deque[tuple[int, Batch]] = deque()
+        self._sequence = 0
+        self._ended = False
+
+    @property
+    def stream(self) -> ItemStream:
+        assert self._stream is not None
+        return self._stream
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether the worker owes an answer."""
+        return bool(self._in_flight) or self._ended
+
+    @property
+    def unannounced(self) -> bool:
+        """Whether the worker knows of no job of this lane."""
+        return self.job is None or self._start is not None
+
+    @property
+    def staged(self) -> bool:
+        return bool(self._staged)
+
+    def begin(self, job: Job, start: StartJob, stream: ItemStream) -> None:
+        """Take on a job; `start` goes out with its first bytes."""
+        self.job, self._stream = job, stream
+        self._start = start
+        # Every attempt has a number of its own: what is still on its way of a failed one is
+        # dropped by the worker instead of ending up in the next.
+        self.attempt = start.job
+        self._sequence = 0
+        self._ended = False
+        self.progress_s = time.monotonic()
+
+    def begin_again(self, start: StartJob, at_s: float) -> None:
+        """Repeat the job from its first item, not before `at_s` on the monotonic clock."""
+        self._take_back_all()
+        self.stream.restart()
+        assert self.job is not None
+        self.begin(self.job, start, self.stream)
+        self.retry_at_s = at_s
+
+    def step(self) -> bool:
+        """Stage at most one batch and send what has landed. Returns whether anything moved."""
+        if self.job is None or self._ended or time.monotonic() < self.retry_at_s:
+            return False
+        moved = self._stage()
+        while self._staged and self._staged[0].ready():
+            self._send(self._staged.popleft())
+            moved = True
+        if self.stream.exhausted and not self._staged:
+            moved = self._finish_sending() or moved
+        return moved
+
+    def wait_for_copies(self) -> None:
+        """Wait until the oldest staged batch has landed."""
+        self._staged[0].wait()
+
+    def acknowledge(self, ack: Ack) -> int:
+        """Take back the slots up to `ack`; returns their payload bytes."""
+        nbytes = 0
+        while self._in_flight and self._in_flight[0][0] <= ack.sequence:
+            batch = self._in_flight.popleft()[1]
+            nbytes += sum(piece.nbytes for piece in batch.pieces)
+            self.window.slots.append(batch.slot)
+        return nbytes
+
+    def end(self) -> Job:
+        """The job is over: forget it and take every slot back."""
+        assert self.job is not None
+        job, self.job = self.job, None
+        self._take_back_all()
+        self._ended = False
+        return job
+
+    def release(self) -> None:
+        """Give the window back; no slot is touched afterwards."""
+        self._take_back_all()
+        self.window.release()
+
+    def abort(self) -> bool:
+        """Ask the worker to drop the job; False when it has not heard of it."""
+        for batch in self._staged:
+            batch.wait()  # nothing may land in a slot that is given to somebody else
+        if self.unannounced:
+            return False
+        self.peer.send(AbortJob(self.attempt))
+        return True
+
+    def _stage(self) -> bool:
+        if self.stream.exhausted or not self.window.slots:
+            return False
+        begin_s = time.perf_counter()
+        slot = self.window.slots[0]
+        batch = self.stream.fill(slot)
+        if batch is not None:
+            self.window.slots.popleft()
+            self._staged.append(batch)
+        self.stage_s += time.perf_counter() - begin_s
+        return True
+
+    def _send(self, batch: Batch) -> None:
+        batch.settle()
+        self._announce()
+        self._in_flight.append((self._sequence, batch))
+        self.peer.send(Put(self.attempt, self._sequence, batch.slot.segment, batch.pieces))
+        self._sequence += 1
+
+    def _announce(self) -> None:
+        if self._start is not None:
+            self.progress_s = time.monotonic()
+            start, self._start = self._start, None
+            self.peer.send(start)
+
+    def _finish_sending(self) -> bool:
+        if self._start is not None:
+            return False  # every item is tied to another file's: there is no file to write
+        self.peer.send(EndJob(self.attempt))
+        self._ended = True
+        return True
+
+    @property
+    def empty(self) -> bool:
+        """Whether the job has turned out to have nothing of its own to write."""
+        return self.stream.exhausted and not self._staged and self._start is not None
+
+    def _take_back_all(self) -> None:
+        for batch in self._staged:
+            batch.wait()
+            self.window.slots.append(batch.slot)
+        self.window.slots.extend(batch.slot for _, batch in self._in_flight)
+        self._staged.clear()
+        self._in_flight.clear()

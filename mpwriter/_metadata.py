@@ -1,0 +1,165 @@
+"""The pickled `.metadata` file: writing it, and reading it through an exact list of names.
+
+Runs in: trainer.
+
+    +--------------------------+---------+---------+-------+--------+
+    | pickle, up to its STOP   | magic   | version | crc32 | length |
+    | (all that stock reads)   | 8 bytes | u32     | u32   | u64    |
+    +--------------------------+---------+---------+-------+--------+
+
+All numbers are little-endian. `length` counts the bytes of the pickle, its STOP included; `crc32`
+covers the pickle, then magic, version and length. The stock readers stop at STOP and never see the
+trailer; their own files have none, so a file that ends exactly at STOP is read without a check.
+Whatever else stands after STOP is damage.
+
+Both ways go through the list of `mpwriter._metadata_classes`. A name outside it is neither written,
+so that a checkpoint can be read where mpwriter or the trainer's own code is not installed, nor
+looked up when read: whole modules are never allowed, and dotted names cannot match.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.distributed.checkpoint import metadata as _dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mpwriter._compat import StorageInfo
+from mpwriter._metadata_classes import NAMES, REDUCERS
+from mpwriter.errors import CorruptCheckpointError
+
+__all__ = ["METADATA_NAME", "TRAILER_NBYTES", "dumps", "loads", "metadata_name"]
+
+# Source: _metadata_fn of torch/distributed/checkpoint/filesystem.py.
+METADATA_NAME = ".metadata"
+
+_MAGIC = b"mpwrmeta"
+_VERSION = 1
+_TRAILER = struct.Struct("<8sIIQ")
+_COVERED = struct.Struct("<8sIQ")
+TRAILER_NBYTES = _TRAILER.size
+
+# Protocol 4 is what pickle.dump of Python 3.8 to 3.13 writes, so what every stock reader has seen.
+_PROTOCOL = 4
+
+
+def metadata_name(rank: int | None = None) -> str:
+    """The file that holds a checkpoint's metadata, or that of one rank saved on its own."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def dumps(metadata: Metadata) -> bytes:
+    """Pickle `metadata` and put the trailer behind it.
+
+    Args:
+        metadata: left as it is; its paths should be str (see invariant 2 of the design).
+
+    Raises:
+        MPWriterError: it holds an object of a class that is not on the list.
+
+    Thread safety: any thread.
+    """
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, protocol=_PROTOCOL)
+    pickler.dispatch_table = REDUCERS
+    pickler.dump(metadata)
+    length = sink.tell()
+    crc = crc32(_COVERED.pack(_MAGIC, _VERSION, length), crc32(sink.getbuffer()))
+    sink.write(_TRAILER.pack(_MAGIC, _VERSION, crc, length))
+    return sink.getvalue()
+
+
+def loads(raw: bytes, path: str) -> Metadata:
+    """Read what `dumps`, or a stock writer, made.
+
+    Args:
+        raw: the whole file.
+        path: names the file in errors.
+
+    Returns:
+        A new object at every call; nothing of it is shared.
+
+    Raises:
+        CorruptCheckpointError: damaged, cut off, not metadata at all, or it names a class that is
+            not on the list. Nothing of a file whose trailer does not fit is unpickled.
+
+    Thread safety: any thread.
+    """
+    length = _checked_length(raw, path)
+    stream = io.BytesIO(raw if length is None else memoryview(raw)[:length])
+    try:
+        metadata = _Unpickler(stream, path).load()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise _corrupt(path, f"not readable ({type(error).__name__}: {error})") from error
+    surplus = (len(raw) if length is None else length) - stream.tell()
+    if surplus:
+        raise _corrupt(path, f"{surplus} bytes after its end are not a valid trailer")
+    return _checked_records(metadata, path)
+
+
+def _corrupt(path: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the checkpoint's metadata is damaged: {path}: {what}", path=path
+    )
+
+
+def _checked_length(raw: bytes, path: str) -> int | None:
+    """Length of the pickle by a trailer whose CRC fits; None where there is no trailer."""
+    if len(raw) < TRAILER_NBYTES or raw[-TRAILER_NBYTES:][: len(_MAGIC)] != _MAGIC:
+        return None
+    magic, version, crc, length = _TRAILER.unpack(raw[-TRAILER_NBYTES:])
+    if version != _VERSION:
+        raise _corrupt(path, f"trailer version {version}, this mpwriter knows {_VERSION}")
+    if length != len(raw) - TRAILER_NBYTES:
+        held = len(raw) - TRAILER_NBYTES
+        raise _corrupt(path, f"holds {held} bytes, its trailer says {length}")
+    found = crc32(_COVERED.pack(magic, version, length), crc32(memoryview(raw)[:length]))
+    if found != crc:
+        raise _corrupt(path, f"CRC-32 is {found:08x}, its trailer says {crc:08x}")
+    return int(length)
+
+
+def _checked_records(metadata: Any, path: str) -> Metadata:
+    """Look for what the loaders rely on: without a CRC (stock) damage can give other objects."""
+    if type(metadata) is not Metadata:
+        raise _corrupt(path, f"holds a {type(metadata).__name__}, not a Metadata")
+    entries = getattr(metadata, "state_dict_metadata", None)
+    kinds = (_dcp.TensorStorageMetadata, _dcp.BytesStorageMetadata)
+    if not isinstance(entries, dict) or not all(isinstance(e, kinds) for e in entries.values()):
+        raise _corrupt(path, "its state_dict_metadata is not a dictionary of stored values")
+    places = metadata.storage_data
+    if places is not None and not (
+        isinstance(places, dict)
+        and all(isinstance(index, _dcp.MetadataIndex) for index in places)
+        and all(isinstance(place, StorageInfo) for place in places.values())
+    ):
+        raise _corrupt(path, "its storage_data does not say where in which file the values are")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, path: str) -> None:
+        super().__init__(stream)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return NAMES[module, name]()
+        except KeyError:
+            pass
+        if module == "torch" and "." not in name:
+            why = f"this torch ({torch.__version__}) may be older than the one that wrote it"
+        else:
+            why = "only the classes that torch.distributed.checkpoint writes are loaded"
+        raise CorruptCheckpointError(
+            f"the checkpoint's metadata names {module}.{name}, which is not on the list of what "
+            f"it may name: {self._path}: {why}",
+            path=self._path,
+        )

@@ -1,0 +1,240 @@
+"""One worker process, as the trainer sees it.
+
+Runs in: trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Container
+
+from mpwriter._channel import Channel, ChannelClosed, channel_pair
+from mpwriter._types import MapSegment, Message, Ready, UnmapSegment
+from mpwriter._worker import BOOTSTRAP
+from mpwriter.errors import WorkerDiedError, WorkerStartError
+
+__all__ = ["WorkerProcess", "start_worker"]
+
+# One thread per library in a worker: N workers on N cores, and none of the trainer's settings.
+# Source: the variables that OpenMP, MKL, OpenBLAS and numexpr document.
+_SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+}
+
+# After SIGKILL a process is gone at once, uninterruptible I/O excepted.
+_KILL_WAIT_S = 5.0
+
+
+class WorkerProcess:
+    """A running worker. Used by one thread at a time: whoever has leased it.
+
+    Attributes:
+        number: counts the workers of this process, from 0.
+        ready: whether it has reported for work.
+    """
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.number = number
+        self.ready = False
+        self._process = process
+        self._channel = channel
+        self._mapped: set[int] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Readable when a message has arrived and when the worker has died."""
+        return self._channel.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        return self._channel.wants_write
+
+    def send(self, message: Message) -> None:
+        """Queue a message.
+
+        Raises:
+            WorkerDiedError: the worker is gone.
+        """
+        try:
+            self._channel.send(message)
+        except ChannelClosed as exc:
+            raise self.death() from exc
+
+    def map_segment(self, segment: int, nbytes: int, fd: int) -> None:
+        """Make a segment known to the worker; once per worker and segment."""
+        if segment in self._mapped:
+            return
+        # Sent before the next frame is queued: the descriptor must outlive its frame.
+        try:
+            self._channel.send(MapSegment(segment, nbytes), (fd,))
+        except ChannelClosed as exc:
+            raise self.death() from exc
+        self._mapped.add(segment)
+
+    def unmap_dead(self, live: Container[int]) -> None:
+        """Let the worker drop every segment that is not in `live`."""
+        for segment in [number for number in self._mapped if number not in live]:
+            self.send(UnmapSegment(segment))
+            self._mapped.discard(segment)
+
+    def flush(self) -> None:
+        """Send what waits.
+
+        Raises:
+            WorkerDiedError: the worker is gone.
+        """
+        try:
+            self._channel.flush()
+        except ChannelClosed as exc:
+            raise self.death() from exc
+
+    def receive(self) -> list[Message]:
+        """Messages that have arrived, without waiting.
+
+        Raises:
+            WorkerDiedError: the worker is gone and has said nothing more.
+        """
+        try:
+            messages = self._channel.receive()
+        except ChannelClosed as exc:
+            raise self.death() from exc
+        if messages and isinstance(messages[0], Ready):
+            self.ready = True
+            del messages[0]
+        return messages
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the process now and reap it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_WAIT_S)
+        self._channel.close()
+
+    def close(self) -> None:
+        """Ask the process to end by closing its channel."""
+        self._channel.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process has ended within `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """In a fork of the trainer: drop the inherited end; the worker is not this process's."""
+        self._channel.close()
+        # Else Popen.__del__ would warn about, and try to reap, a child of another process.
+        self._process.returncode = 0
+
+    def death(self, path: str | None = None) -> WorkerDiedError:
+        """What is to be raised when the worker is gone: its exit code or signal."""
+        # Its channel closes a moment before the process can be waited for.
+        if not self.wait(_KILL_WAIT_S):
+            self.kill()
+        code = self._process.poll()
+        signal_name = _signal_name(code)
+        how = f"was killed by {signal_name}" if signal_name else f"ended with exit code {code}"
+        where = f" while writing {path}" if path else ""
+        return WorkerDiedError(
+            f"worker {self.number} (pid {self.pid}) {how}{where}",
+            worker=self.number,
+            pid=self.pid,
+            exit_code=code,
+            signal_name=signal_name,
+            path=path,
+        )
+
+
+def _signal_name(exit_code: int | None) -> str | None:
+    if exit_code is None or exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def start_worker(number: int) -> WorkerProcess:
+    """Start a worker and return without waiting for it.
+
+    Raises:
+        WorkerStartError: no interpreter to run, or the system refuses another process.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise WorkerStartError(
+            "there is no Python interpreter to run (sys.executable)", worker=number
+        )
+    try:
+        channel, theirs = channel_pair()
+    except OSError as exc:
+        raise _start_error(number, exc) from exc
+    try:
+        process = _execute(_command(theirs), theirs)
+    except (OSError, ValueError) as exc:
+        channel.close()
+        raise _start_error(number, exc) from exc
+    finally:
+        theirs.close()
+    return WorkerProcess(number, process, channel)
+
+
+def _start_error(number: int, exc: Exception) -> WorkerStartError:
+    text = f"worker {number} could not be started: {type(exc).__name__}: {exc}"
+    return WorkerStartError(text, errno=getattr(exc, "errno", None), worker=number)
+
+
+def _command(theirs: socket.socket) -> list[str]:
+    # "" in sys.path is the trainer's current directory; the worker's may change per job.
+    paths = [path or os.getcwd() for path in sys.path]
+    return [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *paths]
+
+
+def _execute(command: list[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    # subprocess, not multiprocessing: it execs (vfork, so nothing of the trainer is copied),
+    # works from daemonic processes, and needs neither __main__ nor a temporary directory.
+    environment = {**os.environ, **_SINGLE_THREADED}
+    output = _standard_error()
+    signals = {signal.SIGINT, signal.SIGTERM}
+    # The mask is inherited through exec: a Ctrl-C during the child's start-up waits until the
+    # child ignores it, instead of killing it with a traceback.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _standard_error() -> int:
+    """The trainer's stderr, for whatever a worker prints; nowhere if that is closed.
+
+    Its stdout is left alone: a pipeline behind the trainer would wait for the worker's end.
+    """
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2

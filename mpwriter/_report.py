@@ -1,0 +1,151 @@
+"""What a save has done: figures for the log, `last_report`, progress and event handlers.
+
+Runs in: trainer. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TextIO
+
+__all__ = ["EventHandler", "ProgressLine", "SaveEvent", "SaveReport", "WorkerReport"]
+
+_GIB = 1 << 30
+
+# A terminal need not be redrawn more often than it can be read.
+_REDRAW_S = 0.2
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What one worker did in one save.
+
+    Attributes:
+        worker: its number; None for files written in the trainer.
+        files: files it wrote; nbytes: their bytes, containers included.
+        write_s: seconds inside the filesystem's write calls; crc_s: in checksums;
+        publish_s: from the last write of a file to its final name, fsync included.
+        cpu_s: CPU seconds of the process.
+    """
+
+    worker: int | None
+    files: int
+    nbytes: int
+    write_s: float
+    crc_s: float
+    publish_s: float
+    cpu_s: float
+
+    def __add__(self, other: WorkerReport) -> WorkerReport:
+        return WorkerReport(
+            self.worker,
+            self.files + other.files,
+            self.nbytes + other.nbytes,
+            self.write_s + other.write_s,
+            self.crc_s + other.crc_s,
+            self.publish_s + other.publish_s,
+            self.cpu_s + other.cpu_s,
+        )
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """One save of one rank.
+
+    Attributes:
+        checkpoint_id: where, without credentials; save_id: of this save on this rank.
+        rank: as DCP gave it.
+        nbytes: bytes of the shard files; files: how many.
+        num_workers: worker processes that took part; 0: written in the trainer.
+        plan_s: from the start of the save to the first byte; stage_s: the trainer's copies into
+            shared memory; write_s: `write_data` as a whole; commit_s: the metadata file, on the
+            coordinator only; total_s: from the start of the save to now.
+        workers: one entry per worker.
+    """
+
+    checkpoint_id: str
+    save_id: str
+    rank: int
+    nbytes: int
+    files: int
+    num_workers: int
+    plan_s: float
+    stage_s: float
+    write_s: float
+    commit_s: float
+    total_s: float
+    workers: tuple[WorkerReport, ...] = ()
+
+    @property
+    def gib_per_s(self) -> float:
+        """GiB of shard files per second of `write_data`."""
+        return self.nbytes / _GIB / self.write_s if self.write_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class SaveEvent:
+    """Told to an event handler, in the thread that saves.
+
+    Attributes:
+        name: "save_started", "file_written", "shards_written", "save_committed", "save_failed".
+        report: figures so far; None for the first event.
+        error: of "save_failed".
+    """
+
+    name: str
+    checkpoint_id: str
+    save_id: str
+    rank: int
+    report: SaveReport | None = None
+    path: str | None = None
+    error: BaseException | None = None
+
+
+EventHandler = Callable[[SaveEvent], None]
+
+
+def merge_workers(reports: list[WorkerReport]) -> tuple[WorkerReport, ...]:
+    """One entry per worker, in the order of their numbers."""
+    merged: dict[int | None, WorkerReport] = {}
+    for report in reports:
+        known = merged.get(report.worker)
+        merged[report.worker] = report if known is None else known + report
+    return tuple(merged[number] for number in sorted(merged, key=lambda n: -1 if n is None else n))
+
+
+@dataclass
+class ProgressLine:
+    """A line on stderr that follows the bytes of a save; silent where `enabled` is false."""
+
+    label: str
+    total_bytes: int
+    enabled: bool
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    _written_bytes: int = 0
+    _begin_s: float = field(default_factory=time.monotonic)
+    _drawn_s: float = 0.0
+
+    def advance(self, nbytes: int) -> None:
+        self._written_bytes += nbytes
+        now_s = time.monotonic()
+        if self.enabled and now_s - self._drawn_s >= _REDRAW_S:
+            self._drawn_s = now_s
+            self._draw("\r")
+
+    def close(self) -> None:
+        if self.enabled:
+            self._draw("\r")
+            self.stream.write("\n")
+            self.stream.flush()
+
+    def _draw(self, start: str) -> None:
+        elapsed_s = max(1e-9, time.monotonic() - self._begin_s)
+        share = self._written_bytes / self.total_bytes if self.total_bytes else 1.0
+        self.stream.write(
+            f"{start}{self.label}: {min(1.0, share):4.0%} of {self.total_bytes / _GIB:.2f} GiB, "
+            f"{self._written_bytes / _GIB / elapsed_s:.2f} GiB/s"
+        )
+        self.stream.flush()

@@ -1,0 +1,434 @@
+"""One save of one rank: where it goes, what it is called, how it is written and committed.
+
+Runs in: trainer, in the thread that saves.
+
+    begin (storage_meta)      save id, location as of now
+    prepare (local plan)      directory; overwrite=False refuses here, before anything is touched
+    write (write_data)        buckets -> jobs -> workers; shards durable under names of this save
+    commit (finish)           coordinator: metadata swapped in atomically, then the shards that
+                              only the previous metadata named are removed
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mpwriter import _metadata
+from mpwriter._arena import arena_unavailable_reason, get_arena
+from mpwriter._compat import DCP_VERSION, storage_info
+from mpwriter._faults import stale_shard_names
+from mpwriter._feed import FeedSettings, JobFeed
+from mpwriter._lane import Job
+from mpwriter._options import WriterOptions
+from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
+from mpwriter._pool import get_pool
+from mpwriter._publish import temporary_name
+from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
+from mpwriter._sink import write_file
+from mpwriter._staging import ItemStream, TieTable, tensor_spec
+from mpwriter._storage import (
+    Location,
+    file_exists,
+    make_directories,
+    pickled_filesystem,
+    read_file,
+    refusal,
+    remove_files,
+)
+from mpwriter._streams import StreamFactory, accelerator_stream
+from mpwriter._types import ItemSpec, JobDone, StartJob
+from mpwriter.errors import CheckpointExistsError
+
+__all__ = ["Save"]
+
+logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        logger.warning("Checkpoint files are written in the trainer, without workers: %s", reason)
+
+
+@dataclass
+class _Times:
+    begin_s: float = field(default_factory=time.perf_counter)
+    plan_s: float = 0.0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    commit_s: float = 0.0
+
+
+class Save:
+    """Belongs to the thread that began it.
+
+    Args:
+        location: the checkpoint's directory.
+        options: of the writer.
+        stream_for: makes the copy streams; None for those of the tensors' devices.
+    """
+
+    def __init__(
+        self, location: Location, options: WriterOptions, stream_for: StreamFactory | None = None
+    ) -> None:
+        self.location = location
+        self.save_id = str(uuid.uuid4())
+        self.rank = 0
+        self.is_coordinator = True
+        self.use_collectives = True
+        self.report: SaveReport | None = None
+        self._options = options
+        self._stream_for = stream_for or accelerator_stream()
+        self._times = _Times()
+        self._workers: tuple[WorkerReport, ...] = ()
+        self._tell("save_started")
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.location.display, save_id=self.save_id)
+
+    # -- prepare -------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the directory.
+
+        Raises:
+            CheckpointExistsError: there is a checkpoint that may not be overwritten.
+            StorageError, OSError: the directory cannot be made.
+        """
+        self._refuse_existing()
+        make_directories(self.location)
+
+    def _refuse_existing(self) -> None:
+        fs = self.location.fs
+        if not self.use_collectives and file_exists(fs, self._child(_metadata.METADATA_NAME)):
+            self._refuse(
+                "it holds a checkpoint of all ranks, which would be loaded instead of one "
+                "saved with use_collectives=False"
+            )
+        if not self._options.overwrite and file_exists(fs, self._metadata_path()):
+            self._refuse("overwrite=False and it holds a checkpoint already")
+
+    def _refuse(self, why: str) -> None:
+        where = self.location.display
+        raise CheckpointExistsError(f"Checkpoint already exists: {where}: {why}", path=where)
+
+    # -- write ---------------------------------------------------------------------------
+
+    def write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        """Write every item of this rank's plan.
+
+        Raises:
+            MPWriterError: the first error of any file; nothing of this rank is left.
+        """
+        begin_s = time.perf_counter()
+        self._times.plan_s = begin_s - self._times.begin_s
+        ties = TieTable()
+        jobs = self._jobs(items)
+        try:
+            done = self._run(jobs, items, planner, ties)
+        except BaseException as exc:
+            self._tell("save_failed", error=exc)
+            raise
+        results = self._results(jobs, items, ties, done)
+        self._times.write_s = time.perf_counter() - begin_s
+        self._summarize(done)
+        if not (self.is_coordinator or not self.use_collectives):
+            self._conclude()
+        return results
+
+    def _jobs(self, items: Sequence[WriteItem]) -> list[Job]:
+        jobs: list[Job] = []
+        for positions, safetensors in self._buckets(items):
+            name = shard_name(self.rank, len(jobs), self.save_id, safetensors=safetensors)
+            header = _safetensors_specs(items, positions) if safetensors else ()
+            container = "safetensors" if safetensors else "torch"
+            job = Job(len(jobs), self._child(name), name, positions, container, header)
+            jobs.append(job)
+        return jobs
+
+    def _buckets(self, items: Sequence[WriteItem]) -> list[tuple[list[int], bool]]:
+        kinds: list[tuple[list[int], bool]] = [(list(range(len(items))), False)]
+        if self._options.safetensors:
+            is_bytes = [item.type == WriteItemType.BYTE_IO for item in items]
+            kinds = [
+                ([n for n, raw in enumerate(is_bytes) if raw], False),
+                ([n for n, raw in enumerate(is_bytes) if not raw], True),
+            ]
+        buckets: list[tuple[list[int], bool]] = []
+        for positions, safetensors in kinds:
+            if not self._options.single_file_per_rank:
+                buckets += [([position], safetensors) for position in positions]
+                continue
+            num = 1 if self._options.safetensors and not safetensors else self._options.num_workers
+            chosen = [items[position] for position in positions]
+            for bucket in split_into_buckets(chosen, num):
+                buckets.append(([positions[n] for n in bucket], safetensors))
+        return buckets
+
+    def _run(
+        self,
+        jobs: list[Job],
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        ties: TieTable,
+    ) -> dict[int, JobDone]:
+        sizes = [item_nbytes(item) for item in items]
+        largest = max((sum(sizes[n] for n in job.positions) for job in jobs), default=0)
+        if any(item.type == WriteItemType.BYTE_IO for item in items):
+            largest = max(largest, _BYTES_WINDOW_BYTES)
+        progress = ProgressLine(
+            self.location.display, sum(sizes), self._options.progress and self.is_coordinator
+        )
+
+        def stream(job: Job, slot_bytes: int) -> ItemStream:
+            tied = None if job.header else ties
+            return ItemStream(
+                items, job.positions, planner, tied, self._stream_for, slot_bytes, job.header
+            )
+
+        reason = self._trainer_reason()
+        settings = FeedSettings(
+            num_workers=self._options.num_workers,
+            copy_ahead_bytes=self._options.copy_ahead_bytes,
+            budget_bytes=self._options.budget_bytes,
+            timeout_s=self._options.timeout_s,
+            retries=self._options.retries,
+            trainer_reason=reason,
+            start=self._starter(reason is not None),
+            stream=stream,
+            remove=lambda job: self._remove(job.relative_path),
+            sweep=self._sweep,
+            on_bytes=progress.advance,
+            on_file=lambda job: self._tell("file_written", path=job.path),
+            warn=_warn_once,
+        )
+        feed = JobFeed(settings, jobs, largest, get_pool(), get_arena())
+        try:
+            return feed.run()
+        finally:
+            progress.close()
+            self._times.stage_s = feed.stage_s
+            self._workers = merge_workers(feed.reports)
+
+    def _trainer_reason(self) -> str | None:
+        return (
+            refusal(self.location.fs)
+            or self._options.extensions_refusal
+            or arena_unavailable_reason()
+        )
+
+    def _starter(self, in_trainer_only: bool) -> Callable[[Job, int, bool], StartJob]:
+        fs, options = self.location.fs, self._options
+        pickled: tuple[Any, Any] = (None, None)
+        if not in_trainer_only:
+            pickled = (pickled_filesystem(fs), options.pickled_extensions)
+        cwd, umask = _current_directory(), _current_umask()
+
+        def start(job: Job, attempt: int, in_trainer: bool) -> StartJob:
+            filesystem, extensions = (fs, options.extensions) if in_trainer else pickled
+            return StartJob(
+                job=attempt,
+                filesystem=filesystem,
+                path=job.path,
+                token=self.save_id[:8],
+                sync_files=options.sync_files,
+                cwd=cwd,
+                umask=umask,
+                container=job.container,
+                extensions=extensions,
+                header=job.header,
+            )
+
+        return start
+
+    def _results(
+        self,
+        jobs: list[Job],
+        items: Sequence[WriteItem],
+        ties: TieTable,
+        done: dict[int, JobDone],
+    ) -> list[WriteResult]:
+        descriptors = self._options.descriptors
+        stored = {}
+        results = []
+        for job in jobs:
+            if job.number not in done:
+                continue
+            for position, (offset, length) in zip(job.written, done[job.number].ranges):
+                place = storage_info(job.relative_path, offset, length, descriptors)
+                stored[position] = (place, length)
+                results.append(WriteResult(items[position].index, length, place))
+        for position, owner in ties.owner_of.items():
+            place, length = stored[owner]
+            results.append(WriteResult(items[position].index, length, place))
+        return results
+
+    # -- commit --------------------------------------------------------------------------
+
+    def commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint exist: write its metadata file, last and at once.
+
+        Raises:
+            OSError, MPWriterError: it could not be written; a previous checkpoint is as before.
+        """
+        begin_s = time.perf_counter()
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
+        metadata.storage_meta = self.storage_meta()
+        path = self._metadata_path()
+        stale = self._stale_names(path, metadata) if self._options.overwrite else []
+        try:
+            write_file(
+                self.location.fs,
+                path,
+                _metadata.dumps(metadata),
+                token=self.save_id[:8],
+                sync_files=self._options.sync_files,
+            )
+        except BaseException as exc:
+            self._tell("save_failed", error=exc)
+            raise
+        # Only now: until the swap they belonged to the checkpoint that was loadable.
+        self._remove(*stale)
+        self._times.commit_s = time.perf_counter() - begin_s
+        self._conclude()
+
+    def _stale_names(self, path: str, metadata: Metadata) -> list[str]:
+        try:
+            before = read_file(self.location.fs, path)
+        except OSError:
+            return []  # none, or not to be read: then it is not ours to clean up after
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        return sorted(stale_shard_names(before) - named)
+
+    # -- the rest ------------------------------------------------------------------------
+
+    def _child(self, name: str) -> str:
+        return self.location.child(name)
+
+    def _metadata_path(self) -> str:
+        return self._child(_metadata.metadata_name(None if self.use_collectives else self.rank))
+
+    def _remove(self, *names: str) -> None:
+        for name in remove_files(self.location, list(names)):
+            logger.warning("%s is not needed any more and could not be removed", self._child(name))
+
+    def _sweep(self, job: Job) -> None:
+        """A killed worker may have left a temporary file, or have just published its shard."""
+        temporary = temporary_name(job.relative_path, self.save_id[:8])
+        remove_files(self.location, [temporary, job.relative_path])
+
+    def _summarize(self, done: dict[int, JobDone]) -> None:
+        times = self._times
+        self.report = SaveReport(
+            checkpoint_id=self.location.display,
+            save_id=self.save_id,
+            rank=self.rank,
+            nbytes=sum(job.nbytes for job in done.values()),
+            files=len(done),
+            num_workers=sum(worker.worker is not None for worker in self._workers),
+            plan_s=times.plan_s,
+            stage_s=times.stage_s,
+            write_s=times.write_s,
+            commit_s=times.commit_s,
+            total_s=time.perf_counter() - times.begin_s,
+            workers=self._workers,
+        )
+        self._tell("shards_written")
+
+    def _conclude(self) -> None:
+        assert self.report is not None
+        total_s = time.perf_counter() - self._times.begin_s
+        report = replace(self.report, commit_s=self._times.commit_s, total_s=total_s)
+        self.report = report
+        logger.info(
+            "Saved %s: %d bytes in %d files by %d workers; staged %.3f s, wrote %.3f s, "
+            "total %.3f s, %.2f GiB/s",
+            report.checkpoint_id,
+            report.nbytes,
+            report.files,
+            report.num_workers,
+            report.stage_s,
+            report.write_s,
+            report.total_s,
+            report.gib_per_s,
+        )
+        if self.is_coordinator or not self.use_collectives:
+            self._tell("save_committed")
+
+    def _tell(self, name: str, path: str | None = None, error: BaseException | None = None) -> None:
+        handler = self._options.event_handler
+        if handler is not None:
+            handler(
+                SaveEvent(
+                    name,
+                    self.location.display,
+                    self.save_id,
+                    self.rank,
+                    self.report,
+                    path,
+                    error,
+                )
+            )
+
+
+# The size of a bytes item is not known before it is resolved: room enough for most.
+_BYTES_WINDOW_BYTES = 8 << 20
+
+
+def _safetensors_specs(
+    items: Sequence[WriteItem], positions: Sequence[int]
+) -> tuple[ItemSpec, ...]:
+    specs = []
+    taken: set[str] = set()
+    for position in positions:
+        item = items[position]
+        assert item.tensor_data is not None
+        key = item.index.fqn
+        if key in taken:  # a further shard of the same tensor on this rank
+            key += "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
+        taken.add(key)
+        specs.append(
+            tensor_spec(
+                item.tensor_data.properties.dtype,
+                item.tensor_data.chunk.sizes,
+                item_nbytes(item),
+                key,
+            )
+        )
+    return tuple(specs)
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # removed under the trainer
+        return "/"
+
+
+def _current_umask() -> int:
+    """The umask, without setting it: os.umask() would change it for other threads meanwhile."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("Umask:"):
+                    return int(line.split()[1], 8)
+    except OSError:
+        pass
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

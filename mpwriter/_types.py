@@ -1,0 +1,198 @@
+"""Messages and small records that cross between the trainer and its workers.
+
+Runs in: both. Holds no torch types: a worker unpickles these without torch.
+
+Trainer to worker, in the order of one job (one bucket, one file):
+
+    MapSegment*  StartJob  Put*  EndJob      (or AbortJob at any point)
+
+Worker to trainer:
+
+    Ready   JobStarted   Ack*   JobDone | JobFailed | JobRefused
+
+Tensors and bytes never travel in a message: a `Put` names ranges of a shared-memory segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
+
+__all__ = [
+    "AbortJob",
+    "Ack",
+    "EndJob",
+    "ErrorRecord",
+    "Extent",
+    "ItemSpec",
+    "JobDone",
+    "JobFailed",
+    "JobRefused",
+    "JobStarted",
+    "MapSegment",
+    "Message",
+    "Piece",
+    "Put",
+    "Ready",
+    "StartJob",
+    "UnmapSegment",
+]
+
+
+class Extent(NamedTuple):
+    """A half-open byte range of one shared-memory segment."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class ItemSpec(NamedTuple):
+    """What one write item is, as far as the container must know.
+
+    `dtype` is a torch dtype's name without the "torch." prefix; "" marks bytes that go into the
+    file as they are (a DCP bytes item, or a tensor that was serialized in the trainer).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    key: str = ""  # set only where the container stores names (safetensors)
+
+
+class Piece(NamedTuple):
+    """The next bytes of an item: `spec` for its first piece, None for a continuation.
+
+    An item without bytes has one piece of nbytes 0. `offset` counts from the segment's start.
+    """
+
+    spec: ItemSpec | None
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MapSegment:
+    """A segment's file descriptor travels beside this message (SCM_RIGHTS)."""
+
+    segment: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class UnmapSegment:
+    segment: int
+
+
+@dataclass(frozen=True)
+class StartJob:
+    """Open one file; `path` is as the filesystem names it.
+
+    `filesystem` is a pickled fsspec filesystem and `extensions` a pickled sequence of
+    StreamTransformExtension; a job that stays in the trainer has the objects themselves.
+    """
+
+    job: int
+    filesystem: Any
+    path: str
+    token: str  # first letters of the save id; part of temporary names
+    sync_files: bool
+    cwd: str
+    umask: int
+    container: str  # "torch" or "safetensors"
+    extensions: Any = None
+    header: tuple[ItemSpec, ...] = ()  # safetensors: every item of the file, in file order
+
+
+@dataclass(frozen=True)
+class Put:
+    job: int
+    sequence: int  # counts from 0 within a job; acknowledged in this order
+    segment: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class EndJob:
+    job: int
+
+
+@dataclass(frozen=True)
+class AbortJob:
+    job: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    pid: int
+
+
+@dataclass(frozen=True)
+class JobStarted:
+    job: int
+
+
+@dataclass(frozen=True)
+class Ack:
+    """The ranges of that Put (and of those before it) are no longer needed."""
+
+    job: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """The file is complete, durable if asked for, and under its final name.
+
+    `ranges` has (offset, length) of every item in file order, in bytes of the file.
+    """
+
+    job: int
+    ranges: list[tuple[int, int]]
+    nbytes: int
+    write_s: float  # seconds inside the filesystem's write calls
+    crc_s: float
+    publish_s: float  # seconds from the last write to the final name
+    cpu_s: float  # CPU seconds of the worker process for this job
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """An exception as plain text: the original may not be picklable, or not importable."""
+
+    type_name: str
+    text: str
+    errno: int | None
+    path: str | None
+    traceback: str
+    transient: bool  # a further try may succeed
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    job: int
+    error: ErrorRecord
+
+
+@dataclass(frozen=True)
+class JobRefused:
+    """This worker cannot serve such a job at all (its filesystem cannot be imported there)."""
+
+    job: int
+    reason: str
+
+
+Message = Union[
+    MapSegment,
+    UnmapSegment,
+    StartJob,
+    Put,
+    EndJob,
+    AbortJob,
+    Ready,
+    JobStarted,
+    Ack,
+    JobDone,
+    JobFailed,
+    JobRefused,
+]

@@ -1,0 +1,278 @@
+"""MPFsspecWriter: the StorageWriter that a trainer passes to torch.distributed.checkpoint.
+
+Runs in: trainer.
+
+It holds what is the same for every save; what belongs to one save is a `Save`, kept per thread
+from `storage_meta()`, DCP's first call, to the end of that save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from mpwriter._compat import (
+    SerializationFormat,
+    StoragePrefix,
+    StreamTransformExtension,
+    can_be_storage_id,
+)
+from mpwriter._options import DEFAULT_TIMEOUT_S, WriterOptions, check_storage_options
+from mpwriter._planning import shard_rank
+from mpwriter._pool import default_num_workers
+from mpwriter._report import EventHandler, SaveReport
+from mpwriter._save import Save
+from mpwriter._storage import Location, locate
+
+__all__ = ["MPFsspecWriter"]
+
+# Names of the stock FsspecWriter that mean one of ours.
+_STOCK_NAMES = {
+    "thread_count": "num_workers",
+    "per_thread_copy_ahead": "per_worker_copy_ahead",
+}
+
+_OWN_NAMES = (
+    "path",
+    "single_file_per_rank",
+    "sync_files",
+    "num_workers",
+    "per_worker_copy_ahead",
+    "overwrite",
+    "serialization_format",
+    "staging_budget_bytes",
+    "timeout_s",
+    "retries",
+    "progress",
+    "event_handler",
+    "async_staging",
+    "cache_staged_state_dict",
+    *_STOCK_NAMES,
+)
+
+
+class _PerThread(threading.local):
+    """The save under way on this thread, and the path it was last reset to."""
+
+    save: Save | None = None
+    path: str | os.PathLike[str] | None = None
+
+
+class MPFsspecWriter(StorageWriter):
+    """Writes DCP checkpoints through worker processes to any fsspec filesystem.
+
+    Takes the place of torch's `FsspecWriter`: same positional arguments, same files, readable by
+    the same readers. Serialization, checksums and file operations run in worker processes, fed
+    through shared memory.
+
+    Args:
+        path: directory or URL of the checkpoint; relative paths count from the working directory
+            at the time of the save.
+        single_file_per_rank: one file per worker (the default), or one per tensor.
+        sync_files: make every file durable (fsync) before the checkpoint exists.
+        num_workers: worker processes and files per rank; None: this rank's share of the cores,
+            1 to 8. The stock name `thread_count` is taken too.
+        per_worker_copy_ahead: bytes of shared memory that hold what is copied ahead of a file,
+            per worker; a state of any size streams through. At least a page is used. The stock
+            name `per_thread_copy_ahead` is taken too.
+        overwrite: whether a checkpoint at `path` may be replaced.
+        _extensions: stream transforms (experimental in torch), applied in the workers, which
+            import torch for them.
+        serialization_format: TORCH_SAVE, or SAFETENSORS: a safetensors file per worker, bytes
+            items in a file of their own; to be read by `mpwriter.FsspecReader`.
+        staging_budget_bytes: upper bound of shared memory in this process; None: a share of the
+            available memory (see the README).
+        timeout_s: the longest a worker may go without progress, in seconds; None: 600.
+        retries: how often a file is written again after a transient error.
+        progress: a line on stderr with bytes and rate, on the coordinator.
+        event_handler: called with a `SaveEvent` in the thread that saves.
+        **storage_options: for the filesystem, as for `fsspec.open`.
+
+    Raises:
+        TypeError: a keyword that looks like one of these names misspelt.
+        ValueError: a value out of range, or a path that no filesystem takes.
+
+    Thread safety: any number of saves, also at the same time from several threads.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        num_workers: int | None = None,
+        per_worker_copy_ahead: int = 64 * 2**20,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        staging_budget_bytes: int | None = None,
+        timeout_s: float | None = None,
+        retries: int = 3,
+        progress: bool = False,
+        event_handler: EventHandler | None = None,
+        async_staging: bool = False,
+        cache_staged_state_dict: bool = True,
+        **storage_options: Any,
+    ) -> None:
+        super().__init__()
+        if "thread_count" in storage_options:
+            stock = storage_options.pop("thread_count")
+            num_workers = _only(num_workers, None, stock, "num_workers", "thread_count")
+        if "per_thread_copy_ahead" in storage_options:
+            stock = storage_options.pop("per_thread_copy_ahead")
+            per_worker_copy_ahead = _only(
+                per_worker_copy_ahead,
+                64 * 2**20,
+                stock,
+                "per_worker_copy_ahead",
+                "per_thread_copy_ahead",
+            )
+        safetensors = SerializationFormat(serialization_format) is SerializationFormat.SAFETENSORS
+        if safetensors and _extensions:
+            raise NotImplementedError("a transformed safetensors file would not be one")
+        self._options = WriterOptions(
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            num_workers=_at_least(
+                1, default_num_workers() if num_workers is None else num_workers, "num_workers"
+            ),
+            copy_ahead_bytes=_at_least(0, per_worker_copy_ahead, "per_worker_copy_ahead"),
+            overwrite=overwrite,
+            extensions=tuple(_extensions or ()),
+            safetensors=safetensors,
+            budget_bytes=staging_budget_bytes,
+            timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
+            retries=_at_least(0, retries, "retries"),
+            progress=progress,
+            event_handler=event_handler,
+        )
+        if self._options.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        self._storage_options = storage_options
+        self._path: str | os.PathLike[str] = path
+        location = locate(path, storage_options)
+        check_storage_options(storage_options, type(location.fs), _OWN_NAMES)
+        self._this_thread = _PerThread()
+        self.last_report: SaveReport | None = None
+
+    # -- StorageWriter -------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin afresh, at `checkpoint_id` if given; storage options stay."""
+        if checkpoint_id is not None and os.fspath(checkpoint_id):
+            locate(checkpoint_id, self._storage_options)
+            # For the save that this thread is about to make; other threads' saves are not moved.
+            self._this_thread.path = checkpoint_id
+            self._path = checkpoint_id
+        self._this_thread.save = None
+
+    def storage_meta(self) -> StorageMeta:
+        """DCP's first call: a new save begins on this thread."""
+        return self._begin().storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take this rank's role; torch 2.8 up also passes `rank` and `use_collectives`."""
+        save = self._current()
+        save.is_coordinator = is_coordinator
+        save.rank = kwargs.get("rank") or 0
+        save.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory; refuse an existing checkpoint where `overwrite` is false."""
+        save = self._current()
+        save.prepare()
+        if not save.use_collectives:
+            plan = dataclasses.replace(plan, storage_data=StoragePrefix(f"__{save.rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank its number within the save."""
+        return [
+            dataclasses.replace(plan, storage_data=StoragePrefix(f"__{rank}_"))
+            if plan.storage_data is None
+            else plan
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items through the workers.
+
+        Returns:
+            A completed future with one result per item.
+
+        Raises:
+            MPWriterError: what went wrong first; no file of this rank's save is left.
+        """
+        save = self._current()
+        # With plan caching this is the plan of the first save: only the rank in it counts.
+        save.rank = shard_rank(plan.storage_data.prefix)
+        results = save.write(plan.items, planner)
+        self.last_report = save.report
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: write the metadata file, after which the checkpoint exists."""
+        save = self._current()
+        save.commit(metadata, results)
+        self.last_report = save.report
+        self._this_thread.save = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether some fsspec filesystem takes this path."""
+        return can_be_storage_id(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next save of this thread goes, without credentials."""
+        save = self._this_thread.save
+        return save.location.display if save is not None else self._locate().display
+
+    # -- the writer's own ----------------------------------------------------------------
+
+    def close(self) -> None:
+        """Forget this thread's save. Workers and memory belong to the process: see `shutdown`."""
+        self._this_thread.save = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Saves belong to threads of this process.
+        return {name: value for name, value in vars(self).items() if name != "_this_thread"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._this_thread = _PerThread()
+
+    def _locate(self) -> Location:
+        path = self._this_thread.path
+        return locate(self._path if path is None else path, self._storage_options)
+
+    def _begin(self) -> Save:
+        save = Save(self._locate(), self._options)
+        self._this_thread.save = save
+        return save
+
+    def _current(self) -> Save:
+        return self._this_thread.save or self._begin()
+
+
+def _only(ours: Any, default: Any, stock: Any, name: str, stock_name: str) -> Any:
+    if ours != default:
+        raise TypeError(f"{name} and {stock_name} are the same option: give one of them")
+    return stock
+
+
+def _at_least(least: int, value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value

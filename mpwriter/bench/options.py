@@ -1,0 +1,153 @@
+"""The benchmark's command line.
+
+Runs in: trainer. Pure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpwriter.bench.places import parse_storage_options
+from mpwriter.bench.states import STATE_NAMES
+from mpwriter.bench.subjects import FAMILIES
+
+__all__ = ["PASSES", "Options", "parse_options"]
+
+PASSES = ("timing", "cold", "memory")
+
+_EPILOG = """\
+states:   large  1 GiB in 32 tensors          small  20,000 tensors of 4 KiB
+          model  GPT-2 (124M) with AdamW      tiny   one scalar: the fixed cost of a save
+families: ours   MPFsspecWriter               fsspec, filesystem   the stock writers of torch
+          plain  the bytes alone: write(2) and fsync
+          planning, metadata   DCP with a writer that writes nothing; and pickles .metadata
+passes:   timing the table                    cold   first save of a new process
+          memory peak PSS of trainer and workers (Linux)
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and where the figures go.
+
+    Attributes:
+        mode: which kind of benchmark.
+        url: parent directory of the checkpoints; None is the temporary directory.
+        storage_options: for the filesystem of `url`.
+        num_rounds: counted rounds of the timing pass.
+        num_cold_rounds: fresh processes per subject of the cold pass.
+        quick: small states.
+        verify: load every subject's checkpoint back once and compare.
+        seed: of the order within a round.
+        json_path: file for all figures, or None.
+        plot_path: PNG file, or None.
+    """
+
+    mode: str
+    url: str | None
+    storage_options: Mapping[str, Any] = field(repr=False)
+    states: Sequence[str]
+    families: Sequence[str]
+    workers: Sequence[int]
+    threads: Sequence[int]
+    passes: Sequence[str]
+    num_rounds: int
+    num_cold_rounds: int
+    quick: bool
+    verify: bool
+    seed: int
+    json_path: str | None
+    plot_path: str | None
+
+
+def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
+    """Read a command line.
+
+    Args:
+        argv: without the program's name.
+        modes: those that there are; the first is the default.
+
+    Raises:
+        SystemExit: it makes no sense (status 2), or asked for help.
+    """
+    parser = _parser(modes)
+    given = parser.parse_args(argv)
+    try:
+        storage_options = parse_storage_options(given.storage_option)
+    except ValueError as error:
+        parser.error(str(error))
+    return Options(
+        mode=given.mode,
+        url=given.url,
+        storage_options=storage_options,
+        states=given.states,
+        families=given.families,
+        workers=given.workers,
+        threads=given.threads,
+        passes=given.passes or (["timing"] if given.quick else list(PASSES)),
+        num_rounds=given.rounds or (2 if given.quick else 5),
+        num_cold_rounds=given.cold_rounds or (1 if given.quick else 3),
+        quick=given.quick,
+        verify=given.verify,
+        seed=given.seed,
+        json_path=given.json,
+        plot_path=given.plot,
+    )
+
+
+def _parser(modes: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py",
+        description="Time checkpoints of MPFsspecWriter beside torch's own writers, in one run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--mode", choices=modes, default=modes[0], help="what to measure (%(default)s)")
+    add("--url", help="any fsspec URL or directory to save below (the temporary directory)")
+    add(
+        "--storage-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the filesystem of --url; repeat it; dots nest: client_kwargs.endpoint_url=...",
+    )
+    add("--quick", action="store_true", help="small states and few rounds: some seconds")
+    add("--verify", action="store_true", help="load each writer's checkpoint back and compare")
+    add("--json", metavar="FILE", help="write every figure to FILE")
+    add("--plot", metavar="FILE.png", help="draw the timings (needs matplotlib)")
+    add("--seed", type=int, default=0, help="of the order within a round (%(default)s)")
+    add("--rounds", type=_count, help="counted rounds, after one that warms up (5; quick: 2)")
+    add("--cold-rounds", type=_count, help="new processes per writer (3; quick: 1)")
+    _add_lists(parser)
+    return parser
+
+
+def _add_lists(parser: argparse.ArgumentParser) -> None:
+    for option, names, text in (
+        ("--states", STATE_NAMES, "what is saved"),
+        ("--families", FAMILIES, "who saves it"),
+    ):
+        parser.add_argument(
+            option, nargs="+", choices=names, default=list(names), metavar="NAME",
+            help=f"{text}, of: {' '.join(names)} (all)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--passes", nargs="+", choices=PASSES, metavar="NAME",
+        help=f"what is measured, of: {' '.join(PASSES)} (all; quick: timing)",
+    )  # fmt: skip
+    for option, text in (("--workers", "processes of ours"), ("--threads", "threads of stock")):
+        parser.add_argument(
+            option, nargs="+", type=_count, default=[1, 2, 4], metavar="N",
+            help=f"numbers of {text} (1 2 4)",
+        )  # fmt: skip
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number

@@ -1,0 +1,176 @@
+"""The state dicts that the benchmark saves.
+
+Runs in: trainer. Pure but for the memory it fills.
+
+| name  | what it stands for                                       | full size                    |
+|-------|----------------------------------------------------------|------------------------------|
+| large | bandwidth: few large tensors                             | 1 GiB in 32 float32 tensors  |
+| small | cost per item                                            | 20,000 tensors of 4 KiB      |
+| model | a training job: GPT-2 (124M parameters) with AdamW state | 592 tensors, 1.39 GiB        |
+| tiny  | fixed cost of a save                                     | one scalar                   |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["STATE_NAMES", "BenchState", "build_state", "gpt2_shapes", "measure_state"]
+
+STATE_NAMES = ("large", "small", "model", "tiny")
+_FLOAT32_BYTES = 4
+_NOISE_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class BenchState:
+    """A state dict with what is known about it.
+
+    Attributes:
+        name: one of STATE_NAMES, or the caller's own.
+        state_dict: what `dcp.save` gets.
+        num_tensors: tensors in it, at any depth.
+        nbytes: bytes of these tensors.
+    """
+
+    name: str
+    state_dict: dict[str, Any] = field(repr=False)
+    num_tensors: int
+    nbytes: int
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor, in the order of the dict."""
+        return _tensors_of(self.state_dict)
+
+
+def build_state(name: str, *, quick: bool = False) -> BenchState:
+    """Make the state `name` anew, on the CPU, filled with noise.
+
+    Args:
+        name: one of STATE_NAMES.
+        quick: a small one of the same shape, for a run of seconds.
+
+    Raises:
+        ValueError: there is no such state.
+    """
+    builders = {"large": _large, "small": _small, "model": _model, "tiny": _tiny}
+    if name not in builders:
+        raise ValueError(f"no state is called {name!r}; there are {', '.join(STATE_NAMES)}")
+    return measure_state(name, builders[name](quick))
+
+
+def measure_state(name: str, state_dict: dict[str, Any]) -> BenchState:
+    """Count the tensors of `state_dict` and their bytes."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors_of(state_dict)]
+    return BenchState(name, state_dict, len(sizes), sum(sizes))
+
+
+def gpt2_shapes(
+    *,
+    num_layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 50257,
+    context: int = 1024,
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of GPT-2's parameters; the defaults are those of the 124M one.
+
+    The head is tied to `wte` and has no entry of its own: a second key for the same storage
+    would be written twice by the stock writers and once by ours, which is another comparison.
+
+    Source: Radford et al. 2019; names as in the published checkpoint (weights of its linear
+    layers are stored input by output).
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (vocabulary, width),
+        "wpe.weight": (context, width),
+    }
+    for layer in range(num_layers):
+        for part, shape in _block_shapes(width).items():
+            shapes[f"h.{layer}.{part}.weight"] = shape
+            shapes[f"h.{layer}.{part}.bias"] = shape[-1:]
+    shapes["ln_f.weight"] = shapes["ln_f.bias"] = (width,)
+    return shapes
+
+
+def _block_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "ln_1": (width,),
+        "attn.c_attn": (width, 3 * width),
+        "attn.c_proj": (width, width),
+        "ln_2": (width,),
+        "mlp.c_fc": (width, 4 * width),
+        "mlp.c_proj": (4 * width, width),
+    }
+
+
+class _Filler:
+    """Makes tensors of noise that differ from one another, faster than a random generator."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._noise = torch.randn(_NOISE_ELEMENTS, generator=generator)
+        self._num_made = 0
+
+    def tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        flat = torch.empty(math.prod(shape))
+        for start in range(0, flat.numel(), _NOISE_ELEMENTS):
+            part = flat[start : start + _NOISE_ELEMENTS]
+            part.copy_(self._noise[: part.numel()])
+        self._num_made += 1
+        if flat.numel():
+            flat[0] = self._num_made
+        return flat.view(shape)
+
+
+def _large(quick: bool) -> dict[str, Any]:
+    total_bytes, num_tensors = (32 * 2**20 if quick else 2**30), 32
+    filler, rows = _Filler(), total_bytes // num_tensors // _FLOAT32_BYTES // 1024
+    return {f"layer_{i:02d}.weight": filler.tensor((rows, 1024)) for i in range(num_tensors)}
+
+
+def _small(quick: bool) -> dict[str, Any]:
+    filler = _Filler()
+    return {f"tensor_{i:05d}": filler.tensor((1024,)) for i in range(500 if quick else 20_000)}
+
+
+def _model(quick: bool) -> dict[str, Any]:
+    """As `get_state_dict` of a model and its AdamW gives it."""
+    shapes = (
+        gpt2_shapes(num_layers=2, width=64, vocabulary=1000, context=128)
+        if quick
+        else gpt2_shapes()
+    )
+    filler = _Filler()
+    moments = {
+        name: {
+            "step": torch.tensor(1000.0),
+            "exp_avg": filler.tensor(shape),
+            "exp_avg_sq": filler.tensor(shape),
+        }
+        for name, shape in shapes.items()
+    }
+    group = {"lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    return {
+        "model": {name: filler.tensor(shape) for name, shape in shapes.items()},
+        "optim": {"state": moments, "param_groups": [{**group, "params": list(shapes)}]},
+    }
+
+
+def _tiny(quick: bool) -> dict[str, Any]:
+    del quick  # there is nothing smaller
+    return {"step": torch.tensor(1000)}
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for member in value.values():
+            yield from _tensors_of(member)
+    elif isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _tensors_of(member)

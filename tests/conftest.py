@@ -1,0 +1,73 @@
+"""Fixtures for all tests, and the guard against leaks.
+
+A test that takes longer than the `timeout` of pytest.ini fails with the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests import leaks
+
+# No deadline: this code waits for disks and processes, and a test never judges by the clock.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if report.failed:
+        # What a failed test leaves behind says nothing new.
+        for node in item.listchain():
+            node.stash[_failed] = True
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Any:
+    """Let pass what a fixture for several tests (a server, a process group) holds on purpose."""
+    if fixturedef.scope == "function" or fixturedef.argname.startswith("_no_leaks"):
+        return (yield)
+    before = leaks.snapshot()
+    result = yield
+    leaks.long_lived |= leaks.snapshot() - before
+    return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a module after which something is left although mpwriter is shut down."""
+    before = leaks.snapshot(mappings=True)
+    yield
+    leaks.shut_down()
+    if not request.node.stash.get(_failed, False):
+        found = leaks.left_behind(before, strict=True)
+        if found:
+            pytest.fail("left behind by this module:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves behind a child process, a descriptor, a thread or shared memory."""
+    before = leaks.snapshot()
+    yield
+    if not request.node.stash.get(_failed, False):
+        found = leaks.left_behind(before)
+        if found:
+            pytest.fail("left behind by this test:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def checkpoint_dir(tmp_path: Path) -> Path:
+    """A place for one checkpoint; does not exist yet."""
+    return tmp_path / "checkpoint"
