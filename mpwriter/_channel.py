@@ -104,7 +104,7 @@ class Channel:
         return messages
 
     def take_fd(self) -> int:
-        """The descriptor that came with the oldest message not asked for yet; the caller owns it."""
+        """The descriptor that came with the oldest message not asked for yet; now the caller's."""
         return self._arrived_fds.popleft()
 
     def close(self) -> None:

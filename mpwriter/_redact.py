@@ -12,10 +12,11 @@ from mpwriter._filesystems import attributes_of
 
 __all__ = ["scrub", "secrets_of"]
 
-_USER_INFO = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://)[^\s/@'\"]+@")
+# Bounded repeats: these run over whole tracebacks.
+_USER_INFO = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]{0,30}://)[^\s/@'\"]+@")
 _SECRET_PARAMETER = re.compile(
-    r"([?&;,\s]|\b)([\w.\-]*(?:signature|sig|token|secret|passw(?:or)?d|account_?key|credential)"
-    r"[\w.\-]*)=[^&\s'\";,]+",
+    r"([?&;,\s]|\b)([\w.\-]{0,40}(?:signature|sig|token|secret|passw(?:or)?d|account_?key|credential)"
+    r"[\w.\-]{0,40})=[^&\s'\";,]+",
     re.IGNORECASE,
 )
 _SECRET_OPTION = re.compile(r"key|secret|token|pass|sas|credential|connection_string", re.I)

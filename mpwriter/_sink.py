@@ -23,13 +23,7 @@ import io
 import os
 from typing import Any
 
-from mpwriter._filesystems import (
-    forget_in_transaction,
-    is_local,
-    publishing,
-    remove_file,
-    unwrap,
-)
+from mpwriter._filesystems import forget_in_transaction, is_local, publishing, remove_file, unwrap
 from mpwriter._publish import (
     abandon,
     disarm,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 __all__ = ["ContainerError", "Record", "read_records"]
 
-_LOCAL = struct.Struct("<4s2xHHIIIIHH")
+_LOCAL = struct.Struct("<4s2xHH4xIIIHH")
 _CENTRAL = struct.Struct("<4s4xHHIIIIHHHHHII")
 _END = struct.Struct("<4sIHHIIH")
 _END64 = struct.Struct("<4sQ4xQQQQQ")
@@ -40,6 +40,17 @@ class Record(NamedTuple):
     nbytes: int
     crc: int
     stored: bool  # neither compressed nor encrypted
+
+
+class _Entry(NamedTuple):
+    """What the directory says of one record."""
+
+    name: bytes
+    flags: int
+    method: int
+    crc: int
+    packed_bytes: int
+    nbytes: int
 
 
 def read_records(container: memoryview) -> list[Record]:
@@ -115,10 +126,8 @@ def _read_end64(container: memoryview, end64_at: int, locator_at: int) -> tuple[
     return count, nbytes, offset
 
 
-def _read_entry(
-    container: memoryview, at: int, end: int, index: int
-) -> tuple[tuple[bytes, int, int, int, int], int, int]:
-    """The directory's entry at `at`: (name, flags, method, crc, nbytes), offset, next entry."""
+def _read_entry(container: memoryview, at: int, end: int, index: int) -> tuple[_Entry, int, int]:
+    """The directory's entry at `at`, the offset of its record, and where the next entry starts."""
     name_at = at + _CENTRAL.size
     if name_at > end:
         raise ContainerError(f"expected an entry for record {index}, found the directory's end")
@@ -136,7 +145,7 @@ def _read_entry(
     if method == 0 and nbytes != packed_bytes:
         raise ContainerError(f"expected one size of record {index}, found {nbytes}, {packed_bytes}")
     name = bytes(container[name_at:extra_at])
-    return (name, flags, method, crc, packed_bytes), offset, next_at
+    return _Entry(name, flags, method, crc, packed_bytes, nbytes), offset, next_at
 
 
 def _widen(extra: memoryview, *shown: int) -> list[int]:
@@ -153,39 +162,43 @@ def _widen(extra: memoryview, *shown: int) -> list[int]:
 
 
 def _read_record(
-    container: memoryview, entry: tuple[bytes, int, int, int, int], offset: int, limit: int
+    container: memoryview, entry: _Entry, offset: int, limit: int
 ) -> tuple[Record, int]:
     """The record at `offset`, held against its directory entry, and where the next one starts."""
-    name, flags, method, crc, nbytes = entry
+    name, flags, method, crc, packed_bytes, nbytes = entry
     name_at = offset + _LOCAL.size
     if name_at > limit:
         raise ContainerError(f"expected record {name!r} at {offset}, found the directory")
-    signature, *local, name_bytes, extra_bytes = _LOCAL.unpack_from(container, offset)
+    signature, *shown, shown_crc, shown_packed, shown_nbytes, name_bytes, extra_bytes = (
+        _LOCAL.unpack_from(container, offset)
+    )
     start = name_at + name_bytes + extra_bytes
+    end = start + packed_bytes
     if signature != b"PK\x03\x04" or container[name_at : name_at + name_bytes] != name:
         raise ContainerError(f"expected record {name!r} at {offset}, found {signature!r}")
-    if start + nbytes > limit:
-        raise ContainerError(f"expected {nbytes} bytes in {name!r}, found {limit - start}")
-    if local[:2] != [flags, method]:
+    if end > limit:
+        raise ContainerError(f"expected {packed_bytes} bytes in {name!r}, found {limit - start}")
+    if shown != [flags, method]:
         raise ContainerError(f"expected equal flags and method in both headers of {name!r}")
-    end = start + nbytes
     if flags & _CRC_FOLLOWS:
-        end += _descriptor_bytes(container, end, limit, name, crc, nbytes)
-    elif local[3] != crc or any(shown not in (nbytes, _LIMIT32) for shown in local[4:]):
+        end += _descriptor_bytes(container, end, limit, entry)
+    elif (
+        shown_crc != crc
+        or shown_packed not in (packed_bytes, _LIMIT32)
+        or shown_nbytes not in (nbytes, _LIMIT32)
+    ):
         raise ContainerError(f"expected equal CRC and sizes in both headers of {name!r}")
     stored = method == 0 and flags & ~_PLAIN_FLAGS == 0
-    return Record(name, start, nbytes, crc, stored), end
+    return Record(name, start, packed_bytes, crc, stored), end
 
 
-def _descriptor_bytes(
-    container: memoryview, at: int, limit: int, name: bytes, crc: int, nbytes: int
-) -> int:
+def _descriptor_bytes(container: memoryview, at: int, limit: int, entry: _Entry) -> int:
     """Check the data descriptor at `at`; its sizes are 4 or 8 bytes wide."""
-    expected = (b"PK\x07\x08", crc, nbytes, nbytes)
+    expected = (b"PK\x07\x08", entry.crc, entry.packed_bytes, entry.nbytes)
     for descriptor in (_DESCRIPTOR, _DESCRIPTOR64):
         if at + descriptor.size <= limit and descriptor.unpack_from(container, at) == expected:
             return descriptor.size
     raise ContainerError(
-        f"expected CRC {crc:#010x} and {nbytes} bytes behind {name!r}, found "
+        f"expected CRC {entry.crc:#010x} and {entry.nbytes} bytes behind {entry.name!r}, found "
         f"{bytes(container[at : min(at + _DESCRIPTOR64.size, limit)]).hex()}"
     )

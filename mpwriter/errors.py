@@ -4,7 +4,7 @@ Runs in: both. Imports nothing of the package and no torch.
 
     MPWriterError
     |-- StorageError            (OSError)               a file operation failed
-    |-- WorkerDiedError                                 a worker process ended in the middle of a job
+    |-- WorkerDiedError                                 a worker process ended in mid-job
     |-- WorkerTimeoutError      (TimeoutError)          a worker made no progress for timeout_s
     |-- WorkerStartError        (OSError)               a worker process could not be started
     |-- StagingError            (ValueError)            a value of the state dict cannot be staged

@@ -60,7 +60,8 @@ class MismatchError(Exception):
 
 def main() -> int:
     given = _parse()
-    logging.basicConfig(level=logging.INFO, format="    %(name)s: %(message)s")
+    logging.basicConfig(format="    %(name)s: %(message)s", stream=sys.stdout)
+    logging.getLogger("mpwriter").setLevel(logging.INFO)  # a line a save
     # There is one process here, and DCP says so at every step.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
@@ -117,6 +118,9 @@ def _run(weights: Path, place: Place, num_workers: int, num_rounds: int) -> None
     place.remove(url)
 
     print(f"\n==> Side by side, {num_rounds} rounds after a warm-up, everybody in every round\n")
+    logging.getLogger("mpwriter").setLevel(
+        logging.WARNING
+    )  # not between the rows of a progress bar
     figures = StateFigures(measured.name, measured.num_tensors, measured.nbytes)
     options = _table_options(num_workers, num_rounds)
     subjects = choose_subjects(

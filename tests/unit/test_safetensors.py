@@ -53,9 +53,13 @@ def test_header_loads_in_the_package_when_dtypes_shapes_and_sizes_are_mixed(
         for key, tensor in tensors.items():
             assert found[key].dtype == tensor.dtype, key
             assert found[key].shape == tensor.shape, key
-            assert found[key].numpy(force=True).tobytes() == tensor.numpy().tobytes() if (
-                tensor.dtype in (torch.float32, torch.uint8)
-            ) else torch.equal(found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+            assert (
+                found[key].numpy(force=True).tobytes() == tensor.numpy().tobytes()
+                if (tensor.dtype in (torch.float32, torch.uint8))
+                else torch.equal(
+                    found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+                )
+            ), key
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -224,6 +224,19 @@ def test_a_failed_file_leaves_what_was_there(
     assert old is None or (folder / SHARD).read_bytes() == old
 
 
+def test_a_copy_that_fails_half_way_leaves_nothing(
+    start: Callable[..., Sink], plan: FaultPlan, folder: Path
+) -> None:
+    plan.add("cp", SHARD, errno=errno.EIO, after=True)
+    sink = start("objectlike")
+    sink.write(PAYLOAD)
+    with pytest.raises(OSError):
+        sink.publish()
+    assert not (folder / SHARD).exists()
+    sink.discard()
+    assert os.listdir(folder) == []
+
+
 @pytest.mark.parametrize("protocol", FAKES)
 @pytest.mark.parametrize("num_chunks", [0, 1, 9])
 @pytest.mark.parametrize("how", ["discard", "drop"])

@@ -15,7 +15,9 @@ from mpwriter._tensor_unpickle import PickledTensor, load_tensor
 from tests.containers import records_of, saved, stock_dtypes
 
 V2, V3 = "torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_tensor_v3"
-STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQ"
+STORAGE = (
+    b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQ"
+)
 HOOKS = b"ccollections\nOrderedDict\n)R"
 TENSOR = b"(" + STORAGE + b"K\x00K\x06\x85K\x01\x85\x89" + HOOKS + b"t"
 
