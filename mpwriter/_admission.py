@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mpwriter._allocator import ALIGNMENT, Packing, pack, slot_bytes
+from mpwriter._memory import Headroom
 from mpwriter._segment import Segment, margin_bytes
 from mpwriter._types import Extent
 
@@ -57,7 +58,7 @@ class Ledger:
         segments: the living ones.
         charged_bytes: size of all segments within the budget, those being opened included.
         budget_bytes: what they may come to.
-        available: bytes that the system can still give; asked once, and only if needed.
+        look: tells what the system can still give; asked once, and only if needed.
         numbers: where the number of a new segment comes from, if there is one.
     """
 
@@ -66,13 +67,13 @@ class Ledger:
         segments: Sequence[Segment],
         charged_bytes: int,
         budget_bytes: int,
-        available: Callable[[], int],
+        look: Callable[[], Headroom],
         numbers: Iterator[int],
     ) -> None:
         self.segments = segments
         self.charged_bytes = charged_bytes
         self.budget_bytes = budget_bytes
-        self._available = functools.cache(available)
+        self._look = functools.cache(look)
         self._number = functools.cache(lambda: next(numbers))
 
     @property
@@ -91,7 +92,7 @@ class Ledger:
 
     def system_room_bytes(self, freed_bytes: int) -> int:
         """The largest segment that the system has memory for once `freed_bytes` are given back."""
-        left = self._available() + freed_bytes
+        left = self._look().nbytes + freed_bytes
         return max(0, left - margin_bytes(left))
 
     def of_kind(self, kind: str) -> list[Segment]:

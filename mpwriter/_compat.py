@@ -6,17 +6,20 @@ Runs in: trainer. Every name here says which torch versions have it and what hap
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as _dcp_filesystem
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as ShardedTensorProperties,
 )
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._extension import (
     ExtensionRegistry,
     StreamTransformExtension,
@@ -30,6 +33,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import (
     FsspecWriter as StockFsspecWriter,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
 
@@ -50,19 +54,29 @@ else:
 
 __all__ = [
     "DCP_VERSION",
+    "HAS_ASYNC_STAGING",
     "METADATA_ENUMS",
     "ExtensionRegistry",
     "SerializationFormat",
+    "ShardedTensor",
     "ShardedTensorProperties",
     "StockFsspecReader",
     "StockFsspecWriter",
     "StorageInfo",
     "StoragePrefix",
     "StreamTransformExtension",
+    "can_be_storage_id",
+    "copy_each",
+    "inner_tensors",
     "map_shared_storage",
     "narrow_tensor_by_index",
+    "rewrap",
     "storage_info",
+    "with_shards",
 ]
+
+# torch 2.9 up: `stage()` may return a future, and async_save then an AsyncSaveResponse.
+HAS_ASYNC_STAGING = hasattr(state_dict_saver, "AsyncSaveResponse")
 
 # The record that the stock readers look for in Metadata.storage_data; pickled by this name.
 StorageInfo = _dcp_filesystem._StorageInfo
@@ -97,3 +111,48 @@ def map_shared_storage(fd: int, nbytes: int) -> torch.UntypedStorage:
 def can_be_storage_id(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether the stock FsspecWriter would take this checkpoint id."""
     return bool(StockFsspecWriter.validate_checkpoint_id(checkpoint_id))
+
+
+# -- staging -----------------------------------------------------------------------------------
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[str] | None:
+    """Attributes that hold the inner tensors of a wrapper subclass (DTensor); None for others."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    wrapper: Any = tensor
+    names: list[str] = list(wrapper.__tensor_flatten__()[0])
+    # Some list attributes that are no tensors; those are passed on as they are.
+    return [name for name in names if isinstance(getattr(tensor, name), torch.Tensor)]
+
+
+def rewrap(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The same wrapper around other inner tensors of the same shapes and strides."""
+    wrapper: Any = tensor
+    names, context = wrapper.__tensor_flatten__()
+    values = {name: inner.get(name, getattr(tensor, name)) for name in names}
+    rebuilt: torch.Tensor = type(wrapper).__tensor_unflatten__(
+        values, context, tensor.size(), tensor.stride()
+    )
+    return rebuilt
+
+
+def with_shards(sharded: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+    """The same sharded tensor around other local tensors, in the order of its local shards."""
+    shards = [
+        Shard(tensor, shard.metadata)
+        for tensor, shard in zip(tensors, sharded.local_shards(), strict=True)
+    ]
+    base: Any = ShardedTensorBase  # its constructor compares no ranks and no devices
+    rebuilt: ShardedTensor = base._init_from_local_shards_and_global_metadata(
+        shards, sharded.metadata(), sharding_spec=sharded.sharding_spec()
+    )
+    # The id is the original's: it is taken off a global map when that goes.
+    own = ("_local_shards", "_sharded_tensor_id")
+    vars(rebuilt).update((k, v) for k, v in vars(sharded).items() if k not in own)
+    return rebuilt
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensor by tensor, in one call: 1 us a tensor where a loop takes 2."""
+    torch._foreach_copy_(targets, sources)

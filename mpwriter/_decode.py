@@ -29,7 +29,7 @@ __all__ = ["ContainerError", "DecodedTensor", "decode"]
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _OPTIONAL_RECORDS = frozenset(
-    {"byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"}
+    {b"byteorder", b".format_version", b".storage_alignment", b".data/serialization_id"}
 )
 
 
@@ -88,11 +88,9 @@ def _decode_ours(container: memoryview, verify: bool) -> DecodedTensor | None:
     except struct.error:  # too short
         return None
     tensor = load_tensor(container[pickle_start:pickle_end])
-    if tensor is None:
+    if tensor is None or not tensor.whole:
         return None
-    dtype, shape, stride, storage_offset, _, nbytes = tensor
-    if num_elements(shape) * ELEMENT_BYTES[dtype] != nbytes:
-        return None
+    dtype, shape, stride, storage_offset, _, nbytes, _ = tensor
     around = frame(dtype, shape, nbytes, -start)
     if around.length != len(container) or around.prefix != bytes(container[:start]):
         return None
@@ -125,21 +123,20 @@ def _verify(container: memoryview, records: list[Record]) -> bool:
 def _as_tensor(container: memoryview, records: list[Record], checked: bool) -> DecodedTensor | None:
     """Which tensor the records hold; None where they hold something else."""
     root = records[0].name.partition(b"/")[0] + b"/" if records else b"/"
-    contents: dict[str, memoryview] = {}
+    contents: dict[bytes, memoryview] = {}
     for name, start, nbytes, _, stored in records:
         if not stored or not name.startswith(root):
             return None
-        role = name[len(root) :].decode("ascii", "replace")
-        contents[role] = container[start : start + nbytes]
-    pickled = contents.pop("data.pkl", None)
-    if pickled is None or contents.pop("version", None) is None:
+        contents[name[len(root) :]] = container[start : start + nbytes]
+    pickled = contents.pop(b"data.pkl", None)
+    if pickled is None or contents.pop(b"version", None) is None:
         return None
     tensor = load_tensor(pickled)
     if tensor is None:
         return None
-    payload = contents.pop(f"data/{tensor.storage_key}", None)
+    payload = contents.pop(b"data/" + tensor.storage_key.encode(), None)
     # torch takes a file without this record as little-endian.
-    if payload is None or contents.get("byteorder", b"little") != sys.byteorder.encode():
+    if payload is None or contents.get(b"byteorder", b"little") != sys.byteorder.encode():
         return None
     if not contents.keys() <= _OPTIONAL_RECORDS:
         return None
@@ -158,10 +155,11 @@ def _check_sizes(tensor: PickledTensor, payload_bytes: int) -> None:
         raise ContainerError(
             f"expected {tensor.storage_nbytes} bytes of storage, found {payload_bytes}"
         )
+    # Also where a size is 0: torch multiplies from the left and may refuse.
+    if num_elements(tuple(size or 1 for size in tensor.shape)) > sys.maxsize // element_bytes:
+        raise ContainerError(f"expected a tensor that can be addressed, found {tensor.shape}")
     if 0 in tensor.shape:
         return
-    if num_elements(tensor.shape) > sys.maxsize // element_bytes:
-        raise ContainerError(f"expected a tensor that can be addressed, found {tensor.shape}")
     spans = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
     needed_bytes = (tensor.storage_offset + sum(spans) + 1) * element_bytes
     if needed_bytes > tensor.storage_nbytes:

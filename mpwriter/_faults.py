@@ -14,8 +14,9 @@ from typing import Any
 
 from mpwriter._redact import scrub, secrets_of
 from mpwriter._types import ErrorRecord
+from mpwriter.errors import StorageError
 
-__all__ = ["error_record", "is_transient", "stale_shard_names"]
+__all__ = ["as_storage_error", "error_record", "is_transient", "stale_shard_names"]
 
 _TRANSIENT_ERRNOS = frozenset(
     {
@@ -54,6 +55,16 @@ _PERMANENT_ERRNOS = frozenset(
         _errno.EMSGSIZE,
     }
 )
+
+# s3fs and others raise these with a text and no number.
+_ERRNO_OF_CLASS: dict[type[OSError], int] = {
+    PermissionError: _errno.EACCES,
+    FileNotFoundError: _errno.ENOENT,
+    FileExistsError: _errno.EEXIST,
+    IsADirectoryError: _errno.EISDIR,
+    NotADirectoryError: _errno.ENOTDIR,
+    TimeoutError: _errno.ETIMEDOUT,
+}
 
 # Classes of libraries that may not be installed, hence by name.
 _PERMANENT_CLASSES = frozenset(
@@ -159,6 +170,27 @@ def error_record(exc: BaseException, path: str | None, *, fs: Any = None) -> Err
     )
 
 
+def as_storage_error(exc: BaseException, action: str, path: str, fs: Any) -> StorageError:
+    """Tell an exception of a filesystem as ours: it can be pickled, and names the path.
+
+    Args:
+        exc: what a call of `fs` raised in this process.
+        action: what was being done to `path`, as in "cannot <action> <path>".
+        path: as `fs` names it; fs: its filesystem, whose secrets are kept out of the text.
+
+    Raises:
+        Nothing.
+    """
+    record = error_record(exc, path, fs=fs)
+    return StorageError(
+        f"cannot {action} {record.path}: {record.type_name}: {record.text}",
+        errno=record.errno,
+        path=record.path,
+        original_type=record.type_name,
+        worker_traceback="",
+    )
+
+
 def stale_shard_names(old_metadata: bytes) -> set[str]:
     """Shard files that a pickled `.metadata` names, without unpickling it.
 
@@ -239,6 +271,10 @@ def _first_errno(exc: BaseException) -> int | None:
         number = getattr(link, "errno", None)
         if isinstance(link, OSError) and isinstance(number, int) and number > 0:
             return number  # resolver errors are negative and no errno
+    for link in _chain(exc):
+        for cls, number in _ERRNO_OF_CLASS.items():
+            if isinstance(link, cls):
+                return number
     return None
 
 

@@ -20,8 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from mpwriter._arena import Arena
 from mpwriter._lane import Job, Lane, TrainerPeer, Window, window_bytes
@@ -29,7 +28,16 @@ from mpwriter._pool import WorkerPool
 from mpwriter._process import WorkerProcess
 from mpwriter._report import WorkerReport
 from mpwriter._staging import ItemStream
-from mpwriter._types import Ack, ErrorRecord, JobDone, JobFailed, JobRefused, Message, StartJob
+from mpwriter._types import (
+    Ack,
+    ErrorRecord,
+    Extent,
+    JobDone,
+    JobFailed,
+    JobRefused,
+    Message,
+    StartJob,
+)
 from mpwriter._worker import ABORTED
 from mpwriter.errors import (
     StorageError,
@@ -66,7 +74,7 @@ class FeedSettings:
     retries: int
     trainer_reason: str | None  # why every file is written in the trainer; None: workers serve
     start: Callable[[Job, int, bool], StartJob]  # job, attempt, whether it stays in the trainer
-    stream: Callable[[Job, int], ItemStream]
+    stream: Callable[[Job], ItemStream]
     remove: Callable[[Job], None]  # a published file of a save that has failed
     sweep: Callable[[Job], None]  # what a killed worker has left of a file
     on_bytes: Callable[[int], None]
@@ -150,24 +158,13 @@ class JobFeed:
             return None
         if worker is None:
             return None
-        try:
-            window = self._lease_window()
-        except BaseException:
-            self._pool.give_back(worker, usable=True)
-            raise
-        lane = Lane(worker, window)
-        try:
-            self._map(worker, window.segment)
-        except BaseException:
-            lane.release()
-            self._pool.give_back(worker, usable=False)
-            raise
-        return lane
+        return Lane(worker, self._lease_window, partial(self._map, worker))
 
     def _map(self, worker: WorkerProcess, segment: int) -> None:
-        worker.unmap_dead(self._arena.live_segments())
-        nbytes, fd = self._arena.segment_nbytes(segment), self._arena.segment_fd(segment)
-        worker.map_segment(segment, nbytes, fd)
+        if not worker.maps(segment):
+            worker.unmap_dead(self._arena.live_segments())
+            nbytes, fd = self._arena.segment_nbytes(segment), self._arena.segment_fd(segment)
+            worker.map_segment(segment, nbytes, fd)
 
     def _lease_window(self) -> Window:
         # The arena may give less than asked for: a smaller window is slower, not wrong.
@@ -184,13 +181,18 @@ class JobFeed:
             raise
 
     def _trainer_lane(self) -> Lane:
+        peer = TrainerPeer()
         size = window_bytes(self._settings.copy_ahead_bytes, self._job_bytes)
-        memory = torch.empty(min(size, _TRAINER_WINDOW_BYTES), dtype=torch.uint8)
-        return Lane(TrainerPeer(memory), Window.in_trainer(memory))
+        lease = partial(peer.window, min(size, _TRAINER_WINDOW_BYTES))
+        return Lane(peer, lease, partial(self._show, peer))
+
+    def _show(self, peer: TrainerPeer, segment: int) -> None:
+        if not peer.reaches(segment):
+            whole = Extent(segment, 0, self._arena.segment_nbytes(segment))
+            peer.reach(segment, self._arena.buffer(whole))
 
     def _begin(self, lane: Lane, job: Job) -> None:
-        start = self._start(lane, job)
-        lane.begin(job, start, self._settings.stream(job, lane.window.slot_bytes))
+        lane.begin(job, self._start(lane, job), self._settings.stream(job))
 
     def _start(self, lane: Lane, job: Job) -> StartJob:
         return self._settings.start(job, next(_attempt_numbers), _in_trainer(lane))

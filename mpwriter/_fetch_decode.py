@@ -109,23 +109,29 @@ class Delivery:
     def _deliver_bytes(
         self, item: StoredItem, reads: list[ReadItem], stored: memoryview, path: str
     ) -> None:
-        if self._verify:
-            _check_zip(item.key, stored, path)
+        fault = _fault_of(stored) if self._verify else None
+        if fault is not None and _may_be_zip(stored) and not _is_sound_zip(stored):
+            raise _corrupt(item.key, path, fault)
         for read in reads:
             try:
                 self._planner.load_bytes(read, io.BytesIO(stored))
             except Exception as error:
+                fault = fault or _fault_of(stored)
+                if fault is not None:
+                    text = f"{fault}; {type(error).__name__}: {error}"
+                    raise _corrupt(item.key, path, text) from error
                 _add_note(error, f"mpwriter: while loading {item.key!r} from {path}")
                 raise
 
     def _deliver_tensor(self, item: StoredItem, stored: memoryview, path: str) -> None:
+        reads = [read for read in item.reads if read.type != LoadItemType.BYTE_IO]
         if path.endswith(_SAFETENSORS_SUFFIX):
-            tensor = self._raw_tensor(item, stored, path)
             self.num_unverified += self._verify
+            for read in reads:
+                self._copy(read, self._raw_tensor(read.storage_index, stored, path), path)
         else:
             tensor = self._decoded_tensor(item, stored, path)
-        for read in item.reads:
-            if read.type != LoadItemType.BYTE_IO:
+            for read in reads:
                 self._copy(read, tensor, path)
 
     def _decoded_tensor(self, item: StoredItem, stored: memoryview, path: str) -> torch.Tensor:
@@ -139,18 +145,16 @@ class Delivery:
         self.num_unverified += self._verify and not decoded.checked
         return _as_tensor(decoded, dtype)
 
-    def _raw_tensor(self, item: StoredItem, stored: memoryview, path: str) -> torch.Tensor:
+    def _raw_tensor(self, index: MetadataIndex, stored: memoryview, path: str) -> torch.Tensor:
         """A safetensors file's payload: what it is says the metadata."""
-        index = item.reads[0].storage_index
         entry = self._entries.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
-            raise _corrupt(item.key, path, "the metadata says nothing of this tensor")
+            raise _corrupt(index.fqn, path, "the metadata says nothing of this tensor")
         shape, dtype = tuple(_chunk_of(entry, index, path).sizes), entry.properties.dtype
         expected = math.prod(shape) * dtype.itemsize
         if expected != len(stored):
-            raise _corrupt(
-                item.key, path, f"expected {expected} bytes of {dtype} {shape}, found {len(stored)}"
-            )
+            text = f"expected {expected} bytes of {dtype} {shape}, found {len(stored)}"
+            raise _corrupt(index.fqn, path, text)
         if not expected:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(stored, dtype=dtype).view(shape)
@@ -225,17 +229,19 @@ def _chunk_of(
     raise _corrupt(index.fqn, path, f"the metadata has no chunk at {index.offset}")
 
 
-def _check_zip(key: str, stored: memoryview, path: str) -> None:
-    """Compare the CRCs of a bytes item that torch.save made; anything else is not looked into."""
-    begins = stored[: len(_ZIP_BEGIN)] == _ZIP_BEGIN
-    ends = stored[-_ZIP_END_BYTES:][: len(_ZIP_END)] == _ZIP_END
-    if not begins and not ends:
-        return
+def _fault_of(stored: memoryview) -> str | None:
+    """What is wrong with these bytes, if torch.save made them; CRCs are compared."""
     try:
         decode(stored, verify=True)
     except ContainerError as error:
-        if not _is_sound_zip(stored):
-            raise _corrupt(key, path, str(error)) from error
+        return str(error)
+    return None
+
+
+def _may_be_zip(stored: memoryview) -> bool:
+    """Whether one end looks so: the other may be damaged. A planner may store other bytes."""
+    begins = stored[: len(_ZIP_BEGIN)] == _ZIP_BEGIN
+    return begins or stored[-_ZIP_END_BYTES:][: len(_ZIP_END)] == _ZIP_END
 
 
 def _is_sound_zip(stored: memoryview) -> bool:

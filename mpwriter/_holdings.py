@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from mpwriter._admission import Ledger, Plan
 from mpwriter._allocator import FreeRanges, merge_ranges, slot_bytes
+from mpwriter._memory import Headroom
 from mpwriter._segment import Segment
 from mpwriter._types import Extent
 
@@ -62,10 +63,10 @@ class Holdings:
         self._num_opened = 0
         self._by_address: tuple[list[int], list[Segment]] = ([], [])
 
-    def ledger(self, budget_bytes: int, available: Callable[[], int]) -> Ledger:
+    def ledger(self, budget_bytes: int, look: Callable[[], Headroom]) -> Ledger:
         """What the planner needs to know."""
         segments = list(self.segments.values())
-        return Ledger(segments, self.charged_bytes, budget_bytes, available, _numbers)
+        return Ledger(segments, self.charged_bytes, budget_bytes, look, _numbers)
 
     # -- leases ------------------------------------------------------------------------------
 
@@ -165,6 +166,20 @@ class Holdings:
             if not segment.idle:
                 self.forgotten.add(segment.number)
         self._index()
+
+    def idle_beyond(self, keep_bytes: int) -> list[Segment]:
+        """Idle segments, the largest first, without which at most `keep_bytes` are claimed."""
+        victims: list[Segment] = []
+        left = self.claimed_bytes
+        for segment in sorted(self.segments.values(), key=lambda segment: -segment.nbytes):
+            if segment.idle and left > keep_bytes:
+                victims.append(segment)
+                left -= segment.nbytes
+        return victims
+
+    def held_bytes(self) -> int:
+        """All that could be had back from here: what is claimed, and what is being dropped."""
+        return self.claimed_bytes + sum(segment.nbytes for segment in self.dropping)
 
     def dropped(self, victims: Iterable[Segment]) -> None:
         """Removed segments have given their memory back."""

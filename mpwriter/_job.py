@@ -16,14 +16,15 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpwriter._container import Frame, crc32, frame
-from mpwriter._safetensors import safetensors_header
+from mpwriter._safetensors import dcp_metadata, safetensors_header
 from mpwriter._sink import Sink, open_sink
 from mpwriter._types import ItemSpec, JobDone, Piece, Put, StartJob
 
-__all__ = ["FileJob"]
+__all__ = ["FileJob", "JobParts"]
 
 # Small items are gathered up to this many bytes for one write call; payloads of this size and
 # more go out straight from the mapped segment. 256 KiB: past it the call's own cost (about 5 us
@@ -53,12 +54,13 @@ class FileJob:
 
     Args:
         start: what to write where.
+        parts: its filesystem and extensions, as objects.
         buffers: the mapped segments by number; read at every `put`.
 
     Not thread-safe. Whoever made it calls `finish` or `discard`.
     """
 
-    def __init__(self, start: StartJob, buffers: _BUFFERS) -> None:
+    def __init__(self, start: StartJob, parts: JobParts, buffers: _BUFFERS) -> None:
         self._start = start
         self._buffers = buffers
         self._gathered = bytearray()
@@ -71,16 +73,14 @@ class FileJob:
         self._write_s = 0.0
         self._crc_s = 0.0
         self._cpu_at_start_s = time.process_time()
-        # Extensions are torch classes: the one case in which a worker imports torch.
-        self._extensions: Sequence[Any] = _unpickled(start.extensions) or ()
+        self._extensions = parts.extensions
         self._transform: Any = None
         self._safetensors = start.container == "safetensors"
-        filesystem = _unpickled(start.filesystem)
         self._sink: Sink = open_sink(
-            filesystem, start.path, token=start.token, sync_files=start.sync_files
+            parts.filesystem, start.path, token=start.token, sync_files=start.sync_files
         )
         if self._safetensors:
-            self._write_safetensors_header(start.header)
+            self._write_safetensors_header(start)
 
     def put(self, put: Put) -> None:
         """Write the pieces of one message; afterwards their extents are free."""
@@ -165,8 +165,10 @@ class FileJob:
             self._ranges.append((self._item_start, end - self._item_start))
         self._item = None
 
-    def _write_safetensors_header(self, specs: Sequence[ItemSpec]) -> None:
-        header, self._ranges = safetensors_header(specs)
+    def _write_safetensors_header(self, start: StartJob) -> None:
+        keys = (spec.key for spec in start.header)
+        metadata = dcp_metadata(dict(zip(keys, start.offsets, strict=True)))
+        header, self._ranges = safetensors_header(start.header, metadata)
         self._emit(header)
 
     # -- bytes ---------------------------------------------------------------------------
@@ -202,6 +204,24 @@ class FileJob:
         for extension in self._extensions:
             stream = extension.transform_to(stream)
         self._transform = stream
+
+
+@dataclass(frozen=True)
+class JobParts:
+    """What a job needs and what may be missing in this process."""
+
+    filesystem: Any
+    extensions: Sequence[Any]
+
+    @classmethod
+    def of(cls, start: StartJob) -> JobParts:
+        """Unpickle them.
+
+        Raises:
+            Exception: a module is not to be had here, or a constructor refuses.
+        """
+        # Extensions are torch classes: the one case in which a worker imports torch.
+        return cls(_unpickled(start.filesystem), _unpickled(start.extensions) or ())
 
 
 def _unpickled(value: Any) -> Any:

@@ -39,6 +39,10 @@ _MIN_SLOTS = 8
 # Windows come in powers of two from here up, so that later saves find a warm one that fits.
 _MIN_WINDOW_BYTES = 256 * 1024
 
+# Messages about staged bytes that may wait for a worker: enough to keep it busy, few enough to
+# be dropped at once when a save is aborted.
+_MAX_STAGED_IN_FLIGHT = 8
+
 # The segment number of the stand-in's own memory.
 _TRAINER_SEGMENT = -1
 
@@ -59,6 +63,7 @@ class Job:
     positions: list[int]
     container: str = "torch"
     header: tuple[ItemSpec, ...] = ()
+    offsets: tuple[tuple[int, ...], ...] = ()
     attempts: int = 0
     written: list[int] = field(default_factory=list)
 
@@ -73,10 +78,9 @@ class Peer(Protocol):
 class TrainerPeer:
     """Stands in for a worker where none can serve: runs each message at once, in this thread."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self._replies: list[Message] = []
         self._server = JobServer(self._replies.append, _no_fd, owns_process=False)
-        self._server.buffers[_TRAINER_SEGMENT] = _buffer_of(memory)
 
     def send(self, message: Message) -> None:
         self._server.handle(message)
@@ -86,6 +90,20 @@ class TrainerPeer:
         self._replies.clear()
         return replies
 
+    def reaches(self, segment: int) -> bool:
+        return segment in self._server.buffers
+
+    def reach(self, segment: int, buffer: memoryview) -> None:
+        """Make a segment known, as `MapSegment` does for a worker."""
+        self._server.buffers[segment] = buffer
+
+    def window(self, nbytes: int) -> Window:
+        """A window in ordinary memory."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = memoryview(_as_array(memory))
+        self.reach(_TRAINER_SEGMENT, buffer)
+        return Window(_TRAINER_SEGMENT, 0, memory, buffer, lambda: None)
+
     def close(self) -> None:
         self._server.close()
 
@@ -94,9 +112,8 @@ def _no_fd() -> int:
     raise AssertionError("no descriptors travel inside the trainer")
 
 
-def _buffer_of(memory: torch.Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)
+def _as_array(memory: torch.Tensor) -> Any:
+    return memory.numpy()
 
 
 def window_bytes(copy_ahead_bytes: int, job_bytes: int) -> int:
@@ -121,7 +138,6 @@ class Window:
         nbytes = tensor.numel()
         self.slot_bytes = max(MIN_SLOT_BYTES, min(_MAX_SLOT_BYTES, nbytes // _MIN_SLOTS))
         self.slot_bytes -= self.slot_bytes % 64  # slots keep the alignment of items
-        self.segment = segment
         self.release = release
         address = tensor.data_ptr()
         self.slots: deque[Slot] = deque(
@@ -146,17 +162,22 @@ class Window:
             lambda: arena.release(extent),
         )
 
-    @classmethod
-    def in_trainer(cls, memory: torch.Tensor) -> Window:
-        return cls(_TRAINER_SEGMENT, 0, memory, _buffer_of(memory), lambda: None)
-
 
 class Lane:
-    """Feeds one peer; used by the save's thread alone."""
+    """Feeds one peer; used by the save's thread alone.
 
-    def __init__(self, peer: Peer, window: Window) -> None:
+    Args:
+        lease: makes the copy-ahead window, when there is something to copy.
+        reach: makes a segment known to the peer.
+    """
+
+    def __init__(
+        self, peer: Peer, lease: Callable[[], Window], reach: Callable[[int], None]
+    ) -> None:
         self.peer = peer
-        self.window = window
+        self._lease = lease
+        self._reach = reach
+        self._window: Window | None = None
         self.job: Job | None = None
         self.attempt = -1
         self.retry_at_s = 0.0
@@ -229,7 +250,7 @@ class Lane:
         while self._in_flight and self._in_flight[0][0] <= ack.sequence:
             batch = self._in_flight.popleft()[1]
             nbytes += sum(piece.nbytes for piece in batch.pieces)
-            self.window.slots.append(batch.slot)
+            self._take_back(batch)
         return nbytes
 
     def end(self) -> Job:
@@ -243,7 +264,9 @@ class Lane:
     def release(self) -> None:
         """Give the window back; no slot is touched afterwards."""
         self._take_back_all()
-        self.window.release()
+        if self._window is not None:
+            self._window.release()
+            self._window = None
 
     def abort(self) -> bool:
         """Ask the worker to drop the job; False when it has not heard of it."""
@@ -255,22 +278,35 @@ class Lane:
         return True
 
     def _stage(self) -> bool:
-        if self.stream.exhausted or not self.window.slots:
+        if self.stream.exhausted:
             return False
         begin_s = time.perf_counter()
-        slot = self.window.slots[0]
-        batch = self.stream.fill(slot)
+        if self.stream.needs_slot():
+            slots = self._slots()
+            if not slots:
+                return False
+            batch = self.stream.fill(slots[0])
+            slots.popleft()
+        elif len(self._in_flight) >= _MAX_STAGED_IN_FLIGHT:
+            return False
+        else:
+            batch = self.stream.fill(None)
         if batch is not None:
-            self.window.slots.popleft()
             self._staged.append(batch)
         self.stage_s += time.perf_counter() - begin_s
         return True
+
+    def _slots(self) -> deque[Slot]:
+        if self._window is None:
+            self._window = self._lease()
+        return self._window.slots
 
     def _send(self, batch: Batch) -> None:
         batch.settle()
         self._announce()
         self._in_flight.append((self._sequence, batch))
-        self.peer.send(Put(self.attempt, self._sequence, batch.slot.segment, batch.pieces))
+        self._reach(batch.segment)
+        self.peer.send(Put(self.attempt, self._sequence, batch.segment, batch.pieces))
         self._sequence += 1
 
     def _announce(self) -> None:
@@ -294,7 +330,12 @@ class Lane:
     def _take_back_all(self) -> None:
         for batch in self._staged:
             batch.wait()
-            self.window.slots.append(batch.slot)
-        self.window.slots.extend(batch.slot for _, batch in self._in_flight)
+            self._take_back(batch)
+        for _, batch in self._in_flight:
+            self._take_back(batch)
         self._staged.clear()
         self._in_flight.clear()
+
+    def _take_back(self, batch: Batch) -> None:
+        if batch.slot is not None and self._window is not None:
+            self._window.slots.append(batch.slot)

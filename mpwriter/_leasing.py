@@ -158,14 +158,8 @@ class Leasing:
         Returns:
             The bytes given back to the system.
         """
-        victims: list[Segment] = []
         with self._changed:
-            idle = [segment for segment in self._holdings.segments.values() if segment.idle]
-            left = self._holdings.claimed_bytes
-            for segment in sorted(idle, key=lambda segment: -segment.nbytes):
-                if left > keep_bytes:
-                    victims.append(segment)
-                    left -= segment.nbytes
+            victims = self._holdings.idle_beyond(keep_bytes)
             self._holdings.remove(victims)
         self._drop(victims)
         return sum(segment.nbytes for segment in victims)
@@ -190,12 +184,10 @@ class Leasing:
         self._listeners.append(listener)
 
     def forget_in_child(self) -> None:
-        """In a fork: let go of the parent's memory without touching it.
-
-        The lock may be held by a thread that the child does not have.
-        """
+        """In a fork: let go of the parent's memory without touching it."""
         segments = self._holdings.all_segments()
         forgotten = {segment.number for segment in segments} | self._holdings.forgotten
+        # A new lock, too: a thread that the child does not have may hold the old one.
         self._reset(Holdings(forgotten))
         for segment in segments:
             segment.forget()
@@ -209,12 +201,9 @@ class Leasing:
             return self._budget_bytes
         return default_budget_bytes(self._holdings.claimed_bytes)
 
-    def _available(self) -> int:
-        return self._look().nbytes
-
     def _lease_window(self, nbytes: int, least: int, budget: int, *, grow: bool) -> Extent:
         def plan() -> Plan:
-            ledger = self._holdings.ledger(budget, self._available)
+            ledger = self._holdings.ledger(budget, self._look)
             return plan_window(nbytes, least, ledger, frugal=bool(self._queue), grow=grow)
 
         return self._serve(plan)[0]
@@ -235,8 +224,8 @@ class Leasing:
                     if plan is not None:
                         return plan
                 left_s = deadline_s - time.monotonic()
-                holdings = self._holdings
-                hopeless = first and not holdings.leased_bytes and not holdings.dropping
+                books = self._holdings
+                hopeless = first and not books.leased_bytes and not books.dropping
                 if hopeless or left_s <= 0:
                     raise self._not_admitted(total, budget, 0 if hopeless else timeout_s)
                 self._changed.wait(left_s)
@@ -254,10 +243,9 @@ class Leasing:
         # that another save releases; a plan for 20,000 sizes takes 10 ms.
         if total + holdings.leased_bytes > budget:
             return None
-        ledger = holdings.ledger(budget, self._available)
+        ledger = holdings.ledger(budget, self._look)
         plan = plan_staged(sizes, slots, ledger)
-        held = holdings.claimed_bytes + sum(segment.nbytes for segment in holdings.dropping)
-        if plan is None and total > ledger.system_room_bytes(held):
+        if plan is None and total > ledger.system_room_bytes(holdings.held_bytes()):
             raise self._not_admitted(total, budget, 0)
         return plan
 
@@ -274,18 +262,14 @@ class Leasing:
                 self._holdings.book(plan)
             self._drop(plan.victims)
             if plan.new is not None:
-                self._open(plan.new)
+                plan.new.open(self._look)
+                with self._changed:
+                    self._holdings.install(plan.new)
         except BaseException:
             if plan is not None:
                 self._undo(plan)
             raise
         return plan.extents
-
-    def _open(self, segment: Segment) -> None:
-        segment.open(self._look)
-        logger.debug("opened segment %d: %d bytes", segment.number, segment.nbytes)
-        with self._changed:
-            self._holdings.install(segment)
 
     def _undo(self, plan: Plan) -> None:
         with self._changed:

@@ -22,12 +22,16 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import metadata as _dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from mpwriter._compat import StorageInfo
 from mpwriter._metadata_classes import NAMES, REDUCERS
@@ -60,14 +64,12 @@ def dumps(metadata: Metadata) -> bytes:
         metadata: left as it is; its paths should be str (see invariant 2 of the design).
 
     Raises:
-        MPWriterError: it holds an object of a class that is not on the list.
+        MPWriterError: it holds an object of a class that is not on the list, or such a class.
 
     Thread safety: any thread.
     """
     sink = io.BytesIO()
-    pickler = pickle.Pickler(sink, protocol=_PROTOCOL)
-    pickler.dispatch_table = REDUCERS
-    pickler.dump(metadata)
+    _Pickler(sink, _PROTOCOL).dump(metadata)
     length = sink.tell()
     crc = crc32(_COVERED.pack(_MAGIC, _VERSION, length), crc32(sink.getbuffer()))
     sink.write(_TRAILER.pack(_MAGIC, _VERSION, crc, length))
@@ -101,7 +103,10 @@ def loads(raw: bytes, path: str) -> Metadata:
     surplus = (len(raw) if length is None else length) - stream.tell()
     if surplus:
         raise _corrupt(path, f"{surplus} bytes after its end are not a valid trailer")
-    return _checked_records(metadata, path)
+    _check_kinds(metadata, path)
+    if length is None:
+        _check_fields(metadata, path)
+    return cast(Metadata, metadata)
 
 
 def _corrupt(path: str, what: str) -> CorruptCheckpointError:
@@ -126,22 +131,51 @@ def _checked_length(raw: bytes, path: str) -> int | None:
     return int(length)
 
 
-def _checked_records(metadata: Any, path: str) -> Metadata:
-    """Look for what the loaders rely on: without a CRC (stock) damage can give other objects."""
+def _check_kinds(metadata: Any, path: str) -> None:
+    """Look at the kinds of the objects that the loaders rely on."""
     if type(metadata) is not Metadata:
         raise _corrupt(path, f"holds a {type(metadata).__name__}, not a Metadata")
     entries = getattr(metadata, "state_dict_metadata", None)
-    kinds = (_dcp.TensorStorageMetadata, _dcp.BytesStorageMetadata)
+    kinds = (TensorStorageMetadata, BytesStorageMetadata)
     if not isinstance(entries, dict) or not all(isinstance(e, kinds) for e in entries.values()):
         raise _corrupt(path, "its state_dict_metadata is not a dictionary of stored values")
     places = metadata.storage_data
     if places is not None and not (
         isinstance(places, dict)
-        and all(isinstance(index, _dcp.MetadataIndex) for index in places)
+        and all(isinstance(index, MetadataIndex) for index in places)
         and all(isinstance(place, StorageInfo) for place in places.values())
     ):
         raise _corrupt(path, "its storage_data does not say where in which file the values are")
-    return metadata
+
+
+def _check_fields(metadata: Metadata, path: str) -> None:
+    """Look into the objects of a file without CRC: there a flipped bit can rename a field."""
+    try:
+        sound = all(map(_is_sound_entry, metadata.state_dict_metadata.values())) and all(
+            type(place.relative_path) is str
+            and type(place.offset) is int
+            and type(place.length) is int
+            for place in (metadata.storage_data or {}).values()
+        )
+    except (AttributeError, TypeError) as error:
+        raise _corrupt(path, str(error)) from error
+    if not sound:
+        raise _corrupt(path, "fields of its records are not what they should be")
+
+
+def _is_sound_entry(entry: TensorStorageMetadata | BytesStorageMetadata) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    return (
+        type(entry.size) is torch.Size
+        and type(entry.properties.dtype) is torch.dtype
+        and all(len(chunk.offsets) == len(chunk.sizes) for chunk in entry.chunks)
+    )
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return REDUCERS[type(value)](value)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -58,18 +58,22 @@ _PATHS: tuple[type[pathlib.PurePath], ...] = (
 
 
 class _Reducers(dict[type, _Reducer]):
-    """A pickler's dispatch table that knows every class that may be written, and no other.
+    """For each class that may be written what Pickler.reducer_override gives for its objects.
 
-    Plain values (str, int, tuple, dict...) never come here; a class, a function or any other
-    object does.
+    Plain values (str, int, tuple, dict...) never come here. Everything else does, classes and
+    functions included; what has no place in this table is refused.
     """
 
     def __missing__(self, cls: type) -> NoReturn:
-        raise MPWriterError(
-            f"a checkpoint's metadata cannot hold a {cls.__module__}.{cls.__qualname__}: only "
-            "str, numbers, containers and the classes of torch.distributed.checkpoint are "
-            "readable everywhere (is it in the planner's planner_data?)"
-        )
+        raise _unwritable(cls)
+
+
+def _unwritable(cls: Any) -> MPWriterError:
+    return MPWriterError(
+        f"a checkpoint's metadata cannot hold {cls.__module__}.{cls.__qualname__}: only str, "
+        "numbers, containers and the classes of torch.distributed.checkpoint can be read "
+        "everywhere (is it in the planner's planner_data?)"
+    )
 
 
 def _record_reducer(cls: type) -> _Reducer:
@@ -82,10 +86,19 @@ def _stateful_reducer(cls: type) -> _Reducer:
     return lambda record: (_NEW_OBJECT, arguments, record.__getstate__())
 
 
-def _reduce_enum_class(cls: type) -> str:
-    if cls not in METADATA_ENUMS:
-        REDUCERS.__missing__(cls)
-    return cls.__qualname__
+def _reduce_named(value: Any) -> str:
+    """A class or function that the reducers name: pickled by reference."""
+    if value not in _NAMED:
+        raise _unwritable(value)
+    return str(value.__qualname__)
+
+
+_reduce_layout = copyreg.dispatch_table[torch.layout]
+_make_layout = _reduce_layout(torch.strided)[0]
+
+_NAMED = frozenset(
+    {*_RECORDS, *_STATEFUL_RECORDS, *METADATA_ENUMS, *_PATHS, torch.Size, OrderedDict, _make_layout}
+)
 
 
 def _all_reducers() -> _Reducers:
@@ -93,8 +106,10 @@ def _all_reducers() -> _Reducers:
         {
             torch.Size: lambda size: (torch.Size, (tuple(size),)),
             torch.dtype: lambda dtype: dtype.__reduce__(),
-            torch.layout: copyreg.dispatch_table[torch.layout],
+            torch.layout: _reduce_layout,
             OrderedDict: lambda pairs: (OrderedDict, (), None, None, iter(pairs.items())),
+            type: _reduce_named,
+            type(_make_layout): _reduce_named,
         }
     )
     for cls in _RECORDS:
@@ -104,7 +119,7 @@ def _all_reducers() -> _Reducers:
     for cls in METADATA_ENUMS:
         # By value: early releases of Python 3.11 write a call of getattr.
         reducers[cls] = lambda member: (type(member), (member.value,))
-        reducers[type(cls)] = _reduce_enum_class
+        reducers[type(cls)] = _reduce_named
     for cls in _PATHS:
         reducers[cls] = lambda path: (type(path), path.parts)
     return reducers

@@ -17,6 +17,7 @@ the first save that needs them or in `warm_up`, and stay.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import select
 import threading
@@ -32,6 +33,8 @@ __all__ = ["WorkerPool", "default_num_workers", "get_pool", "shutdown", "warm_up
 # The design's cap for num_workers=None: past 8 files a rank, files and seeks cost more than
 # further processes bring. Users may ask for more.
 _MAX_DEFAULT_WORKERS = 8
+
+logger = logging.getLogger(__name__)
 
 _WARM_UP_TIMEOUT_S = 60.0
 
@@ -113,6 +116,21 @@ class WorkerPool:
             for worker in taken:
                 self.give_back(worker, usable=worker.ready)
 
+    def prepare(self, num_workers: int) -> None:
+        """Start missing workers without waiting for them; what fails will be seen at the save."""
+        with self._lock:
+            missing = num_workers - len(self._idle) - len(self._leased)
+            self._capacity = max(self._capacity, num_workers)
+            first, self._next_number = self._next_number, self._next_number + max(0, missing)
+        for number in range(first, first + missing):
+            try:
+                worker = start_worker(number)
+            except WorkerStartError as exc:
+                logger.debug("%s", exc)
+                return
+            with self._lock:
+                self._idle.append(worker)
+
     def pids(self) -> list[int]:
         """Process ids of all workers that have not ended."""
         with self._lock:
@@ -187,8 +205,7 @@ def warm_up(num_workers: int | None = None, staging_bytes: int = 0) -> None:
     """
     get_pool().start(default_num_workers() if num_workers is None else num_workers)
     if staging_bytes:
-        arena = get_arena()
-        arena.release(arena.lease(staging_bytes))
+        get_arena().reserve(staging_bytes)
 
 
 def shutdown(timeout_s: float = 10) -> None:

@@ -71,10 +71,12 @@ class WorkerProcess:
         except ChannelClosed as exc:
             raise self.death() from exc
 
+    def maps(self, segment: int) -> bool:
+        """Whether the segment is known to the worker."""
+        return segment in self._mapped
+
     def map_segment(self, segment: int, nbytes: int, fd: int) -> None:
-        """Make a segment known to the worker; once per worker and segment."""
-        if segment in self._mapped:
-            return
+        """Make a segment known to the worker. `fd` must outlive the next `flush`es of it."""
         # Sent before the next frame is queued: the descriptor must outlive its frame.
         try:
             self._channel.send(MapSegment(segment, nbytes), (fd,))

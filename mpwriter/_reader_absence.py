@@ -11,6 +11,7 @@ rank's error to all ranks. torch 2.7 asks once and lets the error through.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -66,7 +67,8 @@ def explain_absence(location: Location, name: str) -> IncompleteCheckpointError:
 
 def _reason(location: Location, name: str) -> str:
     try:
-        location.fs.invalidate_cache(location.root)
+        with contextlib.suppress(NotImplementedError):
+            location.fs.invalidate_cache(location.root)
         entries = _entries(location)
     except (FileNotFoundError, NotADirectoryError):
         return "there is no such directory"

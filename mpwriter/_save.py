@@ -11,6 +11,7 @@ Runs in: trainer, in the thread that saves.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -34,20 +35,22 @@ from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
 from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
 from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
-from mpwriter._sink import write_file
+from mpwriter._staged_state import claim_of_this_thread
 from mpwriter._staging import ItemStream, TieTable, tensor_spec
 from mpwriter._storage import (
     Location,
+    as_storage_error,
     file_exists,
     make_directories,
     pickled_filesystem,
     read_file,
     refusal,
     remove_files,
+    warn_unless_atomic,
 )
 from mpwriter._streams import StreamFactory, accelerator_stream
-from mpwriter._types import ItemSpec, JobDone, StartJob
-from mpwriter.errors import CheckpointExistsError
+from mpwriter._types import JobDone, StartJob
+from mpwriter.errors import CheckpointExistsError, MPWriterError
 
 __all__ = ["Save"]
 
@@ -91,6 +94,7 @@ class Save:
         self.report: SaveReport | None = None
         self._options = options
         self._stream_for = stream_for or accelerator_stream()
+        self._claim = claim_of_this_thread()
         self._times = _Times()
         self._workers: tuple[WorkerReport, ...] = ()
         self._tell("save_started")
@@ -105,10 +109,21 @@ class Save:
 
         Raises:
             CheckpointExistsError: there is a checkpoint that may not be overwritten.
-            StorageError, OSError: the directory cannot be made.
+            StorageError: the directory cannot be made, or not be looked into.
         """
-        self._refuse_existing()
-        make_directories(self.location)
+        fs = self.location.fs
+        try:
+            warn_unless_atomic(fs)
+            self._refuse_existing()
+            make_directories(self.location, sync_files=self._options.sync_files)
+        except (MPWriterError, KeyboardInterrupt) as exc:
+            self._fail(exc)
+            raise
+        except Exception as exc:
+            # DCP sends it to the other ranks: what cannot be pickled would leave them waiting.
+            error = as_storage_error(exc, "make the directory", self.location.root, fs)
+            self._fail(error)
+            raise error from exc
 
     def _refuse_existing(self) -> None:
         fs = self.location.fs
@@ -139,8 +154,9 @@ class Save:
         try:
             done = self._run(jobs, items, planner, ties)
         except BaseException as exc:
-            self._tell("save_failed", error=exc)
+            self._fail(exc)
             raise
+        self._give_back()
         results = self._results(jobs, items, ties, done)
         self._times.write_s = time.perf_counter() - begin_s
         self._summarize(done)
@@ -152,9 +168,9 @@ class Save:
         jobs: list[Job] = []
         for positions, safetensors in self._buckets(items):
             name = shard_name(self.rank, len(jobs), self.save_id, safetensors=safetensors)
-            header = _safetensors_specs(items, positions) if safetensors else ()
-            container = "safetensors" if safetensors else "torch"
-            job = Job(len(jobs), self._child(name), name, positions, container, header)
+            job = Job(len(jobs), self._child(name), name, positions)
+            if safetensors:
+                _plan_safetensors(job, items)
             jobs.append(job)
         return jobs
 
@@ -192,29 +208,23 @@ class Save:
             self.location.display, sum(sizes), self._options.progress and self.is_coordinator
         )
 
-        def stream(job: Job, slot_bytes: int) -> ItemStream:
+        arena = get_arena()
+
+        def stream(job: Job) -> ItemStream:
             tied = None if job.header else ties
             return ItemStream(
-                items, job.positions, planner, tied, self._stream_for, slot_bytes, job.header
+                items, job.positions, planner, tied, self._stream_for, job.header, arena.find
             )
 
-        reason = self._trainer_reason()
-        settings = FeedSettings(
-            num_workers=self._options.num_workers,
-            copy_ahead_bytes=self._options.copy_ahead_bytes,
-            budget_bytes=self._options.budget_bytes,
-            timeout_s=self._options.timeout_s,
-            retries=self._options.retries,
-            trainer_reason=reason,
-            start=self._starter(reason is not None),
+        settings = self._settings(
+            extended=True,
             stream=stream,
             remove=lambda job: self._remove(job.relative_path),
             sweep=self._sweep,
             on_bytes=progress.advance,
             on_file=lambda job: self._tell("file_written", path=job.path),
-            warn=_warn_once,
         )
-        feed = JobFeed(settings, jobs, largest, get_pool(), get_arena())
+        feed = JobFeed(settings, jobs, largest, get_pool(), arena)
         try:
             return feed.run()
         finally:
@@ -222,22 +232,40 @@ class Save:
             self._times.stage_s = feed.stage_s
             self._workers = merge_workers(feed.reports)
 
-    def _trainer_reason(self) -> str | None:
+    def _settings(self, *, extended: bool, **callbacks: Any) -> FeedSettings:
+        """`extended`: whether the writer's stream transforms apply."""
+        options, reason = self._options, self._trainer_reason(extended)
+        return FeedSettings(
+            num_workers=options.num_workers,
+            copy_ahead_bytes=options.copy_ahead_bytes,
+            budget_bytes=options.budget_bytes,
+            timeout_s=options.timeout_s,
+            retries=options.retries,
+            trainer_reason=reason,
+            start=self._starter(reason is not None, extended),
+            warn=_warn_once,
+            **callbacks,
+        )
+
+    def _trainer_reason(self, extended: bool) -> str | None:
         return (
             refusal(self.location.fs)
-            or self._options.extensions_refusal
+            or (self._options.extensions_refusal if extended else None)
             or arena_unavailable_reason()
         )
 
-    def _starter(self, in_trainer_only: bool) -> Callable[[Job, int, bool], StartJob]:
+    def _starter(
+        self, in_trainer_only: bool, extended: bool
+    ) -> Callable[[Job, int, bool], StartJob]:
         fs, options = self.location.fs, self._options
+        own = (fs, options.extensions if extended else ())
         pickled: tuple[Any, Any] = (None, None)
         if not in_trainer_only:
-            pickled = (pickled_filesystem(fs), options.pickled_extensions)
+            pickled = (pickled_filesystem(fs), options.pickled_extensions if extended else None)
         cwd, umask = _current_directory(), _current_umask()
 
         def start(job: Job, attempt: int, in_trainer: bool) -> StartJob:
-            filesystem, extensions = (fs, options.extensions) if in_trainer else pickled
+            filesystem, extensions = own if in_trainer else pickled
             return StartJob(
                 job=attempt,
                 filesystem=filesystem,
@@ -249,6 +277,7 @@ class Save:
                 container=job.container,
                 extensions=extensions,
                 header=job.header,
+                offsets=job.offsets,
             )
 
         return start
@@ -281,7 +310,8 @@ class Save:
         """Make the checkpoint exist: write its metadata file, last and at once.
 
         Raises:
-            OSError, MPWriterError: it could not be written; a previous checkpoint is as before.
+            MPWriterError: it could not be written; a previous checkpoint is as before, and
+                nothing is left of this one.
         """
         begin_s = time.perf_counter()
         metadata.version = DCP_VERSION
@@ -292,28 +322,57 @@ class Save:
         path = self._metadata_path()
         stale = self._stale_names(path, metadata) if self._options.overwrite else []
         try:
-            write_file(
-                self.location.fs,
-                path,
-                _metadata.dumps(metadata),
-                token=self.save_id[:8],
-                sync_files=self._options.sync_files,
-            )
+            self._write_whole(path, _metadata.dumps(metadata))
         except BaseException as exc:
-            self._tell("save_failed", error=exc)
+            self._remove_unnamed(path, metadata)
+            self._fail(exc)
             raise
         # Only now: until the swap they belonged to the checkpoint that was loadable.
         self._remove(*stale)
         self._times.commit_s = time.perf_counter() - begin_s
         self._conclude()
 
+    def _write_whole(self, path: str, payload: bytes) -> None:
+        """Write one small file through a worker: at the end of a program only workers can.
+
+        The swap is the last step of its job, so the old file stays until the new one is durable.
+        """
+        name = path.rpartition("/")[2]
+        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
+        settings = self._settings(
+            extended=False,
+            stream=lambda job: ItemStream(items, [0], _Payload(payload), None, self._stream_for),
+            remove=lambda job: None,
+            sweep=self._remove_temporary,
+            on_bytes=lambda nbytes: None,
+            on_file=lambda job: None,
+        )
+        JobFeed(settings, [Job(0, path, name, [0])], len(payload), get_pool(), get_arena()).run()
+
     def _stale_names(self, path: str, metadata: Metadata) -> list[str]:
         try:
             before = read_file(self.location.fs, path)
-        except OSError:
-            return []  # none, or not to be read: then it is not ours to clean up after
+        except Exception as exc:  # none, or not to be read: then there is nothing to clean up
+            logger.debug("no earlier checkpoint at %s: %s", path, exc)
+            return []
         named = {place.relative_path for place in metadata.storage_data.values()}
         return sorted(stale_shard_names(before) - named)
+
+    def _remove_unnamed(self, path: str, metadata: Metadata) -> None:
+        """The commit has failed: remove the shards of every rank, which nothing will name.
+
+        Unless the new metadata did get its name and only the word of it was lost.
+        """
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        try:
+            current = read_file(self.location.fs, path)
+        except (FileNotFoundError, IsADirectoryError):
+            current = b""
+        except Exception as exc:
+            logger.debug("cannot tell what %s holds: %s", path, exc)
+            return
+        if named.isdisjoint(stale_shard_names(current)):
+            remove_files(self.location, named)
 
     # -- the rest ------------------------------------------------------------------------
 
@@ -329,8 +388,23 @@ class Save:
 
     def _sweep(self, job: Job) -> None:
         """A killed worker may have left a temporary file, or have just published its shard."""
-        temporary = temporary_name(job.relative_path, self.save_id[:8])
-        remove_files(self.location, [temporary, job.relative_path])
+        self._remove_temporary(job)
+        remove_files(self.location, [job.relative_path])
+
+    def _remove_temporary(self, job: Job) -> None:
+        remove_files(self.location, [temporary_name(job.relative_path, self.save_id[:8])])
+
+    def _fail(self, error: BaseException) -> None:
+        if self._claim is not None:
+            # Nobody may ever ask the future of an asynchronous save.
+            logger.error("The save of %s failed: %s", self.location.display, error)
+        self._give_back()
+        self._tell("save_failed", error=error)
+
+    def _give_back(self) -> None:
+        """The staged tensors have been written, or never will be."""
+        if self._claim is not None:
+            self._claim.end()
 
     def _summarize(self, done: dict[int, JobDone]) -> None:
         times = self._times
@@ -386,31 +460,48 @@ class Save:
             )
 
 
+class _Payload(SavePlanner):
+    """Resolves the one item of a file that is written as it is."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
+        return io.BytesIO(self._payload)
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("there is nothing to plan")
+
+    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
+
+
 # The size of a bytes item is not known before it is resolved: room enough for most.
 _BYTES_WINDOW_BYTES = 8 << 20
 
 
-def _safetensors_specs(
-    items: Sequence[WriteItem], positions: Sequence[int]
-) -> tuple[ItemSpec, ...]:
-    specs = []
+def _plan_safetensors(job: Job, items: Sequence[WriteItem]) -> None:
+    """Fix the file's header, which comes before the first byte of any tensor.
+
+    Tensors of larger elements first: the format allows no gaps, so that each is then aligned.
+    """
+    tensors = {}
+    for position in job.positions:
+        tensor = items[position].tensor_data
+        assert tensor is not None
+        tensors[position] = tensor
+    job.container = "safetensors"
+    job.positions.sort(key=lambda position: -tensors[position].properties.dtype.itemsize)
     taken: set[str] = set()
-    for position in positions:
-        item = items[position]
-        assert item.tensor_data is not None
-        key = item.index.fqn
+    specs = []
+    for position in job.positions:
+        tensor, item = tensors[position], items[position]
+        key, chunk = item.index.fqn, tensor.chunk
         if key in taken:  # a further shard of the same tensor on this rank
-            key += "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
+            key += "@" + ",".join(map(str, chunk.offsets))
         taken.add(key)
-        specs.append(
-            tensor_spec(
-                item.tensor_data.properties.dtype,
-                item.tensor_data.chunk.sizes,
-                item_nbytes(item),
-                key,
-            )
-        )
-    return tuple(specs)
+        specs.append(tensor_spec(tensor.properties.dtype, chunk.sizes, item_nbytes(item), key))
+    job.header = tuple(specs)
+    job.offsets = tuple(tuple(tensors[position].chunk.offsets) for position in job.positions)
 
 
 def _current_directory() -> str:

@@ -189,6 +189,9 @@ class Segment:
             except OSError as exc:
                 logger.debug("closing a segment: %s", exc)
 
+    def __del__(self) -> None:
+        self.close_fd()  # of an arena that nobody closed; the mapping goes with the storage
+
     def _map(self) -> None:
         # Where its mmap fails, torch loses the descriptor that it has dupped: try here first.
         mmap.mmap(self.fd, self.nbytes).close()

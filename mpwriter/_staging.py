@@ -17,7 +17,9 @@ An item larger than a slot goes in pieces; small ones share a slot. Nothing else
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +27,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from mpwriter._container import ELEMENT_BYTES
 from mpwriter._streams import CopyEvent, CopyStream, StreamFactory
-from mpwriter._types import ItemSpec, Piece
+from mpwriter._types import Extent, ItemSpec, Piece
 from mpwriter.errors import StagingError
 
-__all__ = ["MIN_SLOT_BYTES", "Batch", "ItemStream", "Slot", "TieTable", "tensor_spec"]
+__all__ = ["MIN_SLOT_BYTES", "Batch", "ItemStream", "Slot", "TieTable", "is_plain", "tensor_spec"]
 
 # Every item starts at a multiple of this in a slot: typed views need their item size (16 at
 # most), SIMD checksums and copies like a cache line.
@@ -37,6 +40,9 @@ _ALIGNMENT_BYTES = 64
 
 # Items per batch at most, so that the worker starts on the first thousand of many small ones.
 _MAX_BATCH_PIECES = 1024
+
+# Staged bytes of one message: the worker acknowledges, and so shows progress, this often.
+_STAGED_BATCH_BYTES = 8 << 20
 
 # A slot holds at least a few elements of the largest item size.
 MIN_SLOT_BYTES = 2048
@@ -58,9 +64,10 @@ class Slot:
 
 @dataclass
 class Batch:
-    """Pieces whose bytes lie in one slot, in file order; valid once every event has completed."""
+    """Pieces whose bytes lie in one segment, in file order; valid once every event completed."""
 
-    slot: Slot
+    segment: int
+    slot: Slot | None  # None: the pieces lie where the tensors were staged
     pieces: list[Piece]
     events: list[CopyEvent] = field(default_factory=list)
     held: list[torch.Tensor] = field(default_factory=list)  # sources of copies under way
@@ -124,7 +131,12 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def tensor_spec(dtype: torch.dtype, shape: Sequence[int], nbytes: int, key: str = "") -> ItemSpec:
     """The spec of a plain tensor."""
-    return ItemSpec(str(dtype).removeprefix("torch."), tuple(shape), nbytes, key)
+    return ItemSpec(_name(dtype), tuple(shape), nbytes, key)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class ItemStream:
@@ -136,7 +148,7 @@ class ItemStream:
         planner: resolves an item when its turn comes.
         ties: shared by the files of a save; None where tied values are written twice.
         stream_for: see `_streams`.
-        slot_bytes: size of the slots that `fill` will be given, at least MIN_SLOT_BYTES.
+        find: the extent of a tensor that lies in the arena already, as a staged one does.
         specs: safetensors only: what the file's header says, item by item.
 
     Not thread-safe. `restart()` begins again from the first item.
@@ -149,8 +161,8 @@ class ItemStream:
         planner: SavePlanner,
         ties: TieTable | None,
         stream_for: StreamFactory,
-        slot_bytes: int,
         specs: Sequence[ItemSpec] = (),
+        find: Callable[[torch.Tensor], Extent | None] = lambda tensor: None,
     ) -> None:
         self._items = items
         self._positions = positions
@@ -158,7 +170,7 @@ class ItemStream:
         self._ties = ties
         self._stream_for = stream_for
         self._header = specs
-        self._block_bytes = max(slot_bytes // 4, _ALIGNMENT_BYTES)
+        self._find = find
         self._spec_cache: dict[tuple[torch.dtype, torch.Size], ItemSpec] = {}
         self.restart()
 
@@ -171,8 +183,25 @@ class ItemStream:
         self.written: list[int] = []  # positions that went into the file, in file order
         self.exhausted = False
 
-    def fill(self, slot: Slot) -> Batch | None:
-        """Copy what fits into `slot`.
+    def needs_slot(self) -> bool:
+        """Look at what comes next: whether `fill` needs a slot for it.
+
+        False at the end of the bucket, too (`exhausted` is set), and where the bytes lie in the
+        arena already.
+
+        Raises:
+            StagingError: an item cannot be resolved; names its key.
+        """
+        if self._part is None and not self._advance():
+            self.exhausted = True
+            return False
+        return not isinstance(self._part, _StagedPart)
+
+    def fill(self, slot: Slot | None) -> Batch | None:
+        """Make the next batch: copy what fits into `slot`, or refer to what is staged already.
+
+        Args:
+            slot: free memory, needed where `needs_slot` said so.
 
         Returns:
             None when no item is left.
@@ -180,22 +209,41 @@ class ItemStream:
         Raises:
             StagingError: an item cannot be resolved or copied; names its key.
         """
-        batch = Batch(slot, [])
+        if not self.needs_slot():
+            return None if self.exhausted else self._staged_batch()
+        assert slot is not None
+        batch = Batch(slot.segment, slot, [])
         streams: dict[int, CopyStream] = {}
         cursor = 0
         while len(batch.pieces) < _MAX_BATCH_PIECES:
             if self._part is None and not self._advance():
                 break
             assert self._part is not None
+            if isinstance(self._part, _StagedPart):
+                break
             start = -(-cursor // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             taken = self._take(self._part, slot, start, batch, streams)
             if taken is None:
                 break
             cursor = start + taken
         batch.events.extend(stream.record() for stream in streams.values())
-        if not batch.pieces:
-            self.exhausted = True
-            return None
+        return batch
+
+    def _staged_batch(self) -> Batch:
+        assert isinstance(self._part, _StagedPart)
+        batch = Batch(self._part.extent.segment, None, [])
+        room = _STAGED_BATCH_BYTES
+        while isinstance(self._part, _StagedPart) and self._part.extent.segment == batch.segment:
+            offset, nbytes = self._part.take(room)
+            batch.pieces.append(Piece(self._spec, offset, nbytes))
+            self._spec = None
+            room -= nbytes
+            if self._part.remaining == 0:
+                self._part = None
+            if room <= 0 or len(batch.pieces) >= _MAX_BATCH_PIECES:
+                break
+            if self._part is None and not self._advance():
+                break
         return batch
 
     # -- items ---------------------------------------------------------------------------
@@ -227,11 +275,12 @@ class ItemStream:
         if not isinstance(resolved, torch.Tensor):
             raise TypeError(f"the planner resolved a tensor item to {type(resolved).__name__}")
         tensor = resolved.detach()
-        if not _is_plain(tensor):
+        if not is_plain(tensor) or _name(tensor.dtype) not in ELEMENT_BYTES:
             if self._header:
                 raise TypeError("safetensors holds plain strided tensors only")
             self._open_bytes(_serialized(tensor), position)
             return
+        _check_memory(tensor)
         spec = self._spec_of(tensor, item)
         if (
             self._ties is not None
@@ -241,7 +290,11 @@ class ItemStream:
             return
         self.written.append(position)
         self._spec = spec
-        self._open_tensor(tensor, self._stream_for(tensor), spec.nbytes)
+        extent = self._find(tensor) if spec.nbytes else None
+        if extent is not None:
+            self._part = _StagedPart(extent)
+        else:
+            self._open_tensor(tensor, self._stream_for(tensor), spec.nbytes)
 
     def _open_bytes(self, payload: memoryview, position: int) -> None:
         self.written.append(position)
@@ -258,9 +311,7 @@ class ItemStream:
         if not flipped and not tensor.is_complex():
             # Copying is not implemented for every dtype; moving integers of that size is.
             tensor = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
-        blocks = _blocks(tensor, self._block_bytes)
-        self._parts = (_BlockPart(block, stream) for block in blocks)
-        self._part = next(self._parts)
+        self._part = _BlockPart(tensor, stream)
 
     def _resolved(self, position: int) -> torch.Tensor:
         tensor = self._planner.resolve_data(self._items[position])
@@ -288,8 +339,12 @@ class ItemStream:
         self, part: _Part, slot: Slot, start: int, batch: Batch, streams: dict[int, CopyStream]
     ) -> int | None:
         """Copy the next bytes of `part`; None when the slot has no room for any."""
-        room = slot.nbytes - start
-        nbytes = part.fits(room)
+        if isinstance(part, _BlockPart) and part.remaining > slot.nbytes // 4:
+            # Block after block goes in, without a row-major copy of the whole tensor.
+            blocks = part.split(slot.nbytes // 4)
+            self._parts = itertools.chain(blocks, self._parts)
+            part = self._part = next(self._parts)
+        nbytes = part.fits(slot.nbytes - start)
         if nbytes is None:
             return None
         try:
@@ -323,6 +378,21 @@ class _Part:
 
     def held(self) -> Sequence[torch.Tensor]:
         return ()
+
+
+class _StagedPart(_Part):
+    """A tensor that lies in the arena already."""
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self.remaining = extent.nbytes
+
+    def take(self, room: int) -> tuple[int, int]:
+        """The next range of the segment, at most `room` bytes: (offset, nbytes)."""
+        nbytes = min(room, self.remaining)
+        offset = self.extent.offset + self.extent.nbytes - self.remaining
+        self.remaining -= nbytes
+        return offset, nbytes
 
 
 class _BytesPart(_Part):
@@ -380,6 +450,9 @@ class _BlockPart(_Part):
         self.stream = stream
         self.remaining = block.nbytes
 
+    def split(self, limit_bytes: int) -> Iterator[_BlockPart]:
+        return (_BlockPart(block, self.stream) for block in _blocks(self._block, limit_bytes))
+
     def fits(self, room: int) -> int | None:
         return self.remaining if self.remaining <= room else None
 
@@ -414,7 +487,8 @@ def _blocks(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + num_rows]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a detached tensor is a plain strided one: its bytes and a shape say it all."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -423,10 +497,32 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def _check_memory(tensor: torch.Tensor) -> None:
+    """Look that every element is there: copying by address would end the process, or read on.
+
+    Meta and zero tensors have no memory; FSDP frees the storage of a tensor that is still there.
+    """
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    needed_bytes = (tensor.storage_offset() + extent) * tensor.itemsize
+    held_bytes = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if extent and held_bytes < needed_bytes:
+        raise ValueError(
+            f"its storage on {tensor.device} has {held_bytes} bytes, {needed_bytes} are needed"
+        )
+
+
 def _serialized(tensor: torch.Tensor) -> memoryview:
-    """What the stock writer would put into the file for a tensor that is not plain."""
+    """What the stock writer would put into the file for a tensor that is not plain.
+
+    Raises:
+        TypeError: it is sparse. Stock raises too; a load would leave its target as it was.
+    """
+    if tensor.layout not in (torch.strided, torch.jagged):
+        raise TypeError(f"{tensor.layout} tensors cannot be loaded into place")
     tensor = tensor.cpu()
-    if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
+    if tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()  # minimal storage
     stream = io.BytesIO()
     torch.save(tensor, stream)

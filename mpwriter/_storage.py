@@ -19,7 +19,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols, get_filesystem_class
 
-from mpwriter._faults import error_record, is_transient, stale_shard_names
+from mpwriter._faults import as_storage_error, error_record, is_transient, stale_shard_names
 from mpwriter._filesystems import (
     has_directories,
     is_local,
@@ -36,6 +36,7 @@ from mpwriter._sink import Sink, open_sink, write_file
 __all__ = [
     "Location",
     "Sink",
+    "as_storage_error",
     "error_record",
     "file_exists",
     "is_temporary_name",

@@ -21,6 +21,8 @@ from mpwriter._tensor_pickle import (
     PROTOCOL_2,
     REBUILD,
     UNTYPED_STORAGE,
+    contiguous_stride,
+    num_elements,
 )
 
 __all__ = ["PickledTensor", "load_tensor"]
@@ -36,7 +38,8 @@ class PickledTensor(NamedTuple):
 
     `shape`, `stride` and `storage_offset` count elements; `storage_key` names the zip record
     `data/{storage_key}`, which holds at least `storage_nbytes` bytes. No number is negative or
-    over 2**63 - 1; whether the tensor fits its storage is not looked at here.
+    over 2**63 - 1; whether the tensor fits its storage is not looked at here. `whole` says that it
+    is contiguous over exactly its storage, as `dump_tensor` writes it.
     """
 
     dtype: str
@@ -45,6 +48,7 @@ class PickledTensor(NamedTuple):
     storage_offset: int
     storage_key: str
     storage_nbytes: int
+    whole: bool
 
 
 def load_tensor(pickled: bytes | memoryview) -> PickledTensor | None:
@@ -224,7 +228,13 @@ def _as_tensor(value: object) -> PickledTensor:
     shape, stride = _as_ints(args[2]), _as_ints(args[3])
     if len(shape) != len(stride) or len(shape) > _MAX_DIMENSIONS:
         raise _Foreign
-    return PickledTensor(dtype, shape, stride, _as_int(args[1]), key, storage_nbytes)
+    offset = _as_int(args[1])
+    whole = (
+        offset == 0
+        and stride == contiguous_stride(shape)
+        and num_elements(shape) * ELEMENT_BYTES[dtype] == storage_nbytes
+    )
+    return PickledTensor(dtype, shape, stride, offset, key, storage_nbytes, whole)
 
 
 def _as_storage(storage: object, dtype: str | None) -> tuple[str, str, int]:

@@ -102,6 +102,7 @@ class StartJob:
     container: str  # "torch" or "safetensors"
     extensions: Any = None
     header: tuple[ItemSpec, ...] = ()  # safetensors: every item of the file, in file order
+    offsets: tuple[tuple[int, ...], ...] = ()  # where each of them lies in its whole tensor
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mpwriter._channel import Channel, ChannelClosed
 from mpwriter._faults import error_record
-from mpwriter._job import FileJob
+from mpwriter._job import FileJob, JobParts
 from mpwriter._types import (
     AbortJob,
     Ack,
@@ -90,6 +91,7 @@ class JobServer:
         self._job: FileJob | None = None
         self._job_number: int | None = None
         self._path = ""
+        self._filesystem: Any = None
 
     def handle(self, message: Message) -> None:
         """Serve one message. An error of the job is answered, never raised."""
@@ -117,7 +119,7 @@ class JobServer:
         try:
             action(message)
         except BaseException as exc:  # every error belongs to the trainer
-            record = error_record(exc, self._path)
+            record = error_record(exc, self._path, fs=self._filesystem)
             self._drop_job()
             self._reply(JobFailed(job, record))
 
@@ -128,14 +130,15 @@ class JobServer:
             with contextlib.suppress(OSError):
                 os.chdir(start.cwd)
             os.umask(start.umask)
-        self._job_number = start.job
         try:
-            self._job = FileJob(start, self.buffers)
-        except (ImportError, AttributeError) as exc:
+            parts = JobParts.of(start)
+        except Exception as exc:
             # The filesystem's class, or an extension's, is not to be had in this process.
-            self._drop_job()
             self._reply(JobRefused(start.job, f"{type(exc).__name__}: {exc}"))
             return
+        self._job_number = start.job
+        self._filesystem = parts.filesystem
+        self._job = FileJob(start, parts, self.buffers)
         self._reply(JobStarted(start.job))
 
     def _put(self, put: Put) -> None:

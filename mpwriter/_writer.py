@@ -12,14 +12,18 @@ import dataclasses
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future as StagingFuture
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mpwriter._compat import (
+    HAS_ASYNC_STAGING,
     SerializationFormat,
     StoragePrefix,
     StreamTransformExtension,
@@ -27,10 +31,13 @@ from mpwriter._compat import (
 )
 from mpwriter._options import DEFAULT_TIMEOUT_S, WriterOptions, check_storage_options
 from mpwriter._planning import shard_rank
-from mpwriter._pool import default_num_workers
+from mpwriter._pool import default_num_workers, get_pool
 from mpwriter._report import EventHandler, SaveReport
 from mpwriter._save import Save
+from mpwriter._staged_state import StagedState
+from mpwriter._state_staging import StateStaging
 from mpwriter._storage import Location, locate
+from mpwriter._streams import accelerator_stream
 
 __all__ = ["MPFsspecWriter"]
 
@@ -66,7 +73,7 @@ class _PerThread(threading.local):
     path: str | os.PathLike[str] | None = None
 
 
-class MPFsspecWriter(StorageWriter):
+class MPFsspecWriter(StorageWriter, AsyncStager):
     """Writes DCP checkpoints through worker processes to any fsspec filesystem.
 
     Takes the place of torch's `FsspecWriter`: same positional arguments, same files, readable by
@@ -94,6 +101,8 @@ class MPFsspecWriter(StorageWriter):
         retries: how often a file is written again after a transient error.
         progress: a line on stderr with bytes and rate, on the coordinator.
         event_handler: called with a `SaveEvent` in the thread that saves.
+        async_staging: let `dcp.async_save` return before the tensors are copied; see `stage`.
+        cache_staged_state_dict: accepted for stock's sake; the memory is kept warm in any case.
         **storage_options: for the filesystem, as for `fsspec.open`.
 
     Raises:
@@ -157,9 +166,14 @@ class MPFsspecWriter(StorageWriter):
         )
         if self._options.timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if async_staging and not HAS_ASYNC_STAGING:
+            raise NotImplementedError("async_staging needs a torch that has AsyncSaveResponse")
+        self._async_staging = async_staging
+        self._staging_thread: ThreadPoolExecutor | None = None
+        self._stagings: list[StagingFuture[StagedState]] = []
         self._storage_options = storage_options
         self._path: str | os.PathLike[str] = path
-        location = locate(path, storage_options)
+        location = locate(path, storage_options, writable=True)
         check_storage_options(storage_options, type(location.fs), _OWN_NAMES)
         self._this_thread = _PerThread()
         self.last_report: SaveReport | None = None
@@ -169,7 +183,7 @@ class MPFsspecWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin afresh, at `checkpoint_id` if given; storage options stay."""
         if checkpoint_id is not None and os.fspath(checkpoint_id):
-            locate(checkpoint_id, self._storage_options)
+            locate(checkpoint_id, self._storage_options, writable=True)
             # For the save that this thread is about to make; other threads' saves are not moved.
             self._this_thread.path = checkpoint_id
             self._path = checkpoint_id
@@ -239,15 +253,67 @@ class MPFsspecWriter(StorageWriter):
         save = self._this_thread.save
         return save.location.display if save is not None else self._locate().display
 
+    # -- AsyncStager ---------------------------------------------------------------------
+
+    _synchronize_after_execute = False
+
+    def stage(  # type: ignore[override]
+        self, state_dict: dict[str, Any], **kwargs: Any
+    ) -> StagedState | StagingFuture[StagedState]:
+        """Copy a state dict into shared memory; `dcp.async_save` calls this.
+
+        The copy is the only one: the workers write from where it lies. Its memory goes back when
+        that save is over, and later saves find it warm. A staged state serves one save.
+
+        Returns:
+            The staged state; training may go on. With `async_staging` a future of it: the
+            tensors must not change before it is done (`AsyncSaveResponse.staging_completion`, or
+            `synchronize_staging()`, just before `optimizer.step()`).
+
+        Raises:
+            StagingMemoryError: the budget cannot hold the state, or earlier saves did not free
+                enough of it within `timeout_s`. Nothing was copied.
+            StagingError, TypeError: a value cannot be copied; its key is named.
+        """
+        options = self._options
+        staging = StateStaging(accelerator_stream())
+        staging.prepare(state_dict, budget_bytes=options.budget_bytes, timeout_s=options.timeout_s)
+        # A save may outlive the main thread's code, and after that no process can be started.
+        get_pool().prepare(options.num_workers)
+        if not self._async_staging:
+            return staging.copy()
+        if self._staging_thread is None:
+            self._staging_thread = ThreadPoolExecutor(1, thread_name_prefix="mpwriter-staging")
+        self._stagings = [future for future in self._stagings if not future.done()]
+        self._stagings.append(self._staging_thread.submit(staging.copy))
+        return self._stagings[-1]
+
+    def synchronize_staging(self) -> None:
+        """Wait until every staging of this writer is done and its tensors may change.
+
+        Raises:
+            StagingError: a tensor could not be copied.
+        """
+        stagings, self._stagings = self._stagings, []
+        for staging in stagings:
+            staging.result()
+
     # -- the writer's own ----------------------------------------------------------------
 
     def close(self) -> None:
-        """Forget this thread's save. Workers and memory belong to the process: see `shutdown`."""
+        """End the writer's staging thread, if it has one.
+
+        Workers and memory belong to the process: see `mpwriter.shutdown`.
+        """
         self._this_thread.save = None
+        thread, self._staging_thread = self._staging_thread, None
+        if thread is not None:
+            thread.shutdown(wait=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Saves belong to threads of this process.
-        return {name: value for name, value in vars(self).items() if name != "_this_thread"}
+        # Saves and threads belong to this process.
+        state = {name: value for name, value in vars(self).items() if name != "_this_thread"}
+        return {**state, "_staging_thread": None, "_stagings": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -255,7 +321,8 @@ class MPFsspecWriter(StorageWriter):
 
     def _locate(self) -> Location:
         path = self._this_thread.path
-        return locate(self._path if path is None else path, self._storage_options)
+        path = self._path if path is None else path
+        return locate(path, self._storage_options, writable=True)
 
     def _begin(self) -> Save:
         save = Save(self._locate(), self._options)

@@ -118,9 +118,7 @@ def _run(weights: Path, place: Place, num_workers: int, num_rounds: int) -> None
     place.remove(url)
 
     print(f"\n==> Side by side, {num_rounds} rounds after a warm-up, everybody in every round\n")
-    logging.getLogger("mpwriter").setLevel(
-        logging.WARNING
-    )  # not between the rows of a progress bar
+    logging.getLogger("mpwriter").setLevel(logging.WARNING)  # a line a save breaks the bar
     figures = StateFigures(measured.name, measured.num_tensors, measured.nbytes)
     options = _table_options(num_workers, num_rounds)
     subjects = choose_subjects(

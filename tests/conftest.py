@@ -64,6 +64,9 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(_failed, False):
         found = leaks.left_behind(before)
         if found:
+            request.node.getparent(pytest.Module).stash[_failed] = (
+                True  # the module's own look would repeat it
+            )
             pytest.fail("left behind by this test:\n  " + "\n  ".join(found), pytrace=False)
 
 

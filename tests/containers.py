@@ -47,13 +47,10 @@ def strided(
     offset: int = 0,
 ) -> torch.Tensor:
     """A tensor over a storage of its own that holds exactly these bytes."""
-    if storage:
-        untyped = torch.frombuffer(bytearray(storage), dtype=torch.uint8).untyped_storage().clone()
-    else:
-        untyped = torch.UntypedStorage(0)
+    copied = torch.tensor(list(storage), dtype=torch.uint8)
     if stride is None:
         stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(untyped, offset, shape, stride)
+    return torch.empty(0, dtype=dtype).set_(copied.untyped_storage(), offset, shape, stride)
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ import pytest
 from mpwriter._admission import Ledger, Plan, plan_staged, plan_window
 from mpwriter._allocator import slot_bytes
 from mpwriter._holdings import Holdings
+from mpwriter._memory import Headroom
 from mpwriter._types import Extent
 
 MIB = 1 << 20
@@ -22,7 +23,7 @@ class Books:
         self.holdings = Holdings()
 
     def ledger(self) -> Ledger:
-        return self.holdings.ledger(self.budget, lambda: self.available)
+        return self.holdings.ledger(self.budget, lambda: Headroom(self.available, "a test"))
 
     def carry_out(self, plan: Plan) -> list[Extent]:
         self.holdings.book(plan)

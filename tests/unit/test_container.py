@@ -9,10 +9,13 @@ import sys
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mpwriter._compat import StockFsspecReader, StockFsspecWriter
@@ -82,11 +85,11 @@ def test_containers_load_through_the_file_view_when_they_share_a_file(tmp_path: 
             ranges.append((start, shard.tell() - start))
     with path.open("rb") as shard:
         for tensor, (start, length) in zip(tensors, ranges):
-            view = _create_file_view(shard, start, length)
+            view: Any = _create_file_view(shard, start, length)
             assert_same_bits(torch.load(view, map_location="cpu", weights_only=True), tensor)
 
 
-@pytest.mark.parametrize("reader", [StockFsspecReader, dcp.FileSystemReader])
+@pytest.mark.parametrize("reader", [StockFsspecReader, FileSystemReader])
 def test_stock_readers_load_a_checkpoint_when_its_shard_holds_our_containers(
     tmp_path: Path, reader: type
 ) -> None:
@@ -95,7 +98,7 @@ def test_stock_readers_load_a_checkpoint_when_its_shard_holds_our_containers(
         for name in ("float32", "bfloat16", "int64", "uint8", "uint16")
         for shape in SHAPES
     }
-    dcp.save(state, storage_writer=StockFsspecWriter(str(tmp_path)), no_dist=True)
+    save(state, storage_writer=StockFsspecWriter(str(tmp_path)), no_dist=True)
     metadata = StockFsspecReader(str(tmp_path)).read_metadata()
     with (tmp_path / "ours.distcp").open("wb") as shard:
         for index, place in metadata.storage_data.items():
@@ -106,7 +109,7 @@ def test_stock_readers_load_a_checkpoint_when_its_shard_holds_our_containers(
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
 
     found = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-    dcp.load(found, storage_reader=reader(str(tmp_path)), no_dist=True)
+    load(found, storage_reader=reader(str(tmp_path)), no_dist=True)
     for key, tensor in state.items():
         assert storage_bytes(found[key]) == storage_bytes(tensor), key
 

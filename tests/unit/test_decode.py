@@ -107,6 +107,7 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
     "requires_grad": lambda: torch.randn(3, requires_grad=True),
     "complex": lambda: torch.randn(3, dtype=torch.complex64),
     "fp8 view": lambda: torch.randn(9, 9).to(torch.float8_e5m2)[2:5, 1:],
+    # torch.load of 2.13 refuses this one, which torch.save writes.
     "storage with half an element": lambda: torch.empty(0, dtype=torch.int16).set_(
         torch.arange(7, dtype=torch.uint8).untyped_storage(), 1, (2,), (1,)
     ),
@@ -117,12 +118,12 @@ VIEWS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", VIEWS)
 def test_decode_finds_shape_and_stride_when_stock_saved_a_view(kind: str) -> None:
     tensor = VIEWS[kind]()
-    container = saved(tensor)
-    found = found_in(container)
+    found = found_in(saved(tensor))
     assert found.shape == tensor.shape
     assert found.stride() == tensor.stride()
     assert found.storage_offset() == tensor.storage_offset()
-    assert torch.equal(found.float(), loaded(container).detach().float())
+    wide = torch.complex64 if tensor.is_complex() else torch.float32
+    assert torch.equal(found.to(wide), tensor.detach().to(wide))
 
 
 def test_decode_finds_the_values_when_stock_saved_a_parameter() -> None:
@@ -155,8 +156,7 @@ def test_decode_finds_the_tensor_when_the_standard_library_zipped_it() -> None:
 # -- something else ----------------------------------------------------------------------------
 
 
-def with_attribute() -> torch.Tensor:
-    tensor = torch.zeros(3)
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     tensor.note = "hello"  # type: ignore[attr-defined]
     return tensor
 
@@ -167,8 +167,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse csr": lambda: torch.eye(3).to_sparse_csr(),
     "subclass": lambda: torch.zeros(3).as_subclass(Subclass),
-    "attribute": with_attribute,
-    "parameter with state": lambda: setattr(p := torch.nn.Parameter(torch.zeros(2)), "x", 1) or p,
+    "attribute": lambda: with_attribute(torch.zeros(3)),
+    "parameter with state": lambda: with_attribute(torch.nn.Parameter(torch.zeros(2))),
     "meta": lambda: torch.zeros(3, device="meta"),
     "two tensors": lambda: [torch.zeros(3), torch.ones(2)],
     "dict": lambda: {"a": torch.zeros(3)},
@@ -296,12 +296,12 @@ def test_decode_raises_when_bytes_were_lost_or_added_inside(
                 decode(memoryview(damaged), verify=False)
 
 
-@given(st.sampled_from([contained, saved]), st.data())
+@given(st.booleans(), st.data())
 def test_decode_gives_no_wrong_value_when_blocks_are_damaged(
-    write: Callable[[torch.Tensor], bytes], draw: st.DataObject
+    ours: bool, draw: st.DataObject
 ) -> None:
     tensor = random_tensor("int64", (40,))
-    container = bytearray(write(tensor))
+    container = bytearray(contained(tensor) if ours else saved(tensor))
     for _ in range(draw.draw(st.integers(1, 3))):
         start = draw.draw(st.integers(0, len(container) - 1))
         length = draw.draw(st.integers(1, 512))
@@ -392,19 +392,31 @@ def test_decode_raises_when_the_storage_is_not_its_record() -> None:
             decode(memoryview(crafted(pickled, bytes(nbytes))), verify=True)
 
 
+def long_ints(numbers: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(b"\x8a\x09" + n.to_bytes(9, "little") for n in numbers) + b"t"
+
+
+def float_pickle(shape: tuple[int, ...], stride: tuple[int, ...], storage_numel: int) -> bytes:
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+        b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK%ctQK\x00%b%b\x89ccollections\nOrderedDict\n)RtR."
+        % (storage_numel, long_ints(shape), long_ints(stride))
+    )
+
+
 def test_decode_raises_when_an_expanded_tensor_cannot_be_addressed() -> None:
-    for shape in ((2**62, 4), (2**31, 2**31, 2)):
-        strides = b"(" + b"K\x00" * len(shape) + b"t"
-        sizes = b"(" + b"".join(b"\x8a\x08" + size.to_bytes(8, "little") for size in shape) + b"t"
-        pickled = (
-            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\n"
-            b"FloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQK\x00"
-            + sizes
-            + strides
-            + b"\x89ccollections\nOrderedDict\n)RtR."
-        )
+    for shape in ((2**62, 4), (2**31, 2**31, 2), (2**63 - 1,) * 64):
+        pickled = float_pickle(shape, (0,) * len(shape), 16)
         with pytest.raises(ContainerError, match="can be addressed"):
             decode(memoryview(crafted(pickled)), verify=True)
+
+
+def test_decode_raises_when_an_empty_shape_has_strides_beyond_all_numbers() -> None:
+    """The contiguous strides of this shape do not fit into any pickle."""
+    for shape in ((0,) + (2**62,) * 63, (2**62,) * 63 + (0,)):
+        pickled = float_pickle(shape, (1,) * 64, 0)
+        with pytest.raises(ContainerError, match="can be addressed"):
+            decode(memoryview(crafted(pickled, b"")), verify=True)
 
 
 def test_decode_allocates_little_when_header_fields_are_huge() -> None:

@@ -140,6 +140,13 @@ def test_error_record_finds_the_errno_of_a_cause() -> None:
     assert record.path is None
 
 
+def test_error_record_finds_an_errno_when_the_class_alone_says_it() -> None:
+    """s3fs raises PermissionError with the service's text and no number."""
+    record = error_record(_caused(RuntimeError("x"), PermissionError("bad signature")), "/x")
+    assert record.errno == errno.EACCES
+    assert error_record(FileNotFoundError("no bucket"), "/x").errno == errno.ENOENT
+
+
 def test_error_record_ignores_a_context_that_was_suppressed() -> None:
     error = RuntimeError("other")
     error.__context__ = OSError(errno.ENOSPC, "full")

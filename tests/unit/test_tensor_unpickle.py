@@ -33,11 +33,11 @@ def test_load_tensor_finds_what_was_dumped_when_dtype_and_shape_vary(
     found = load_tensor(dump_tensor(name, shape))
     assert found is not None
     nbytes = torch.Size(shape).numel() * getattr(torch, name).itemsize
-    assert found == PickledTensor(name, shape, contiguous_stride(shape), 0, "0", nbytes)
+    assert found == PickledTensor(name, shape, contiguous_stride(shape), 0, "0", nbytes, True)
 
 
 def test_load_tensor_understands_the_examples_below() -> None:
-    expected = PickledTensor("float32", (6,), (1,), 0, "0", 24)
+    expected = PickledTensor("float32", (6,), (1,), 0, "0", 24, True)
     assert load_tensor(pickled_call(V2, TENSOR)) == expected
     assert load_tensor(memoryview(pickled_call(V2, TENSOR))) == expected
 

@@ -52,7 +52,7 @@ def test_read_records_finds_all_records_when_the_zip_is_sound() -> None:
 
 def test_read_records_finds_all_records_when_zipfile_streamed_them() -> None:
     stream = Unseekable()
-    with zipfile.ZipFile(stream, "w") as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(stream, "w") as archive:
         for name in ("a", "b"):
             with archive.open(name, "w", force_zip64=name == "b") as record:
                 record.write(name.encode() * 50)
