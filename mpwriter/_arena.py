@@ -26,7 +26,7 @@ from mpwriter._holdings import ArenaStats
 from mpwriter._leasing import DEFAULT_LEASE_TIMEOUT_S, MIN_WINDOW_BYTES, Leasing
 from mpwriter._memory import Headroom, headroom
 from mpwriter._pinning import CudaPinner, Pinner
-from mpwriter._segment import Segment, memfd_unavailable_reason
+from mpwriter._segment import AdoptedSegment, Segment, memfd_unavailable_reason
 from mpwriter._types import Extent
 
 __all__ = [
@@ -138,6 +138,27 @@ class Arena(Leasing):
             self.tensor(extent).zero_()
         finally:
             self.release(extent)
+
+    def adopt(self, fd: int, nbytes: int) -> AdoptedSegment:
+        """Map a segment of another process, so that its tensors are found here and by workers.
+
+        Args:
+            fd: a descriptor of its memfd; the arena's from now on.
+            nbytes: its size.
+
+        Raises:
+            OSError: it cannot be mapped; `fd` is closed.
+        """
+        segment = AdoptedSegment(self._holdings.next_number(), nbytes, fd)
+        with self._changed:
+            self._holdings.adopt(segment)
+        return segment
+
+    def let_go(self, segment: AdoptedSegment) -> None:
+        """Unmap an adopted segment. Tensors on it stay valid for as long as they live."""
+        with self._changed:
+            self._holdings.let_go(segment)
+        segment.drop()
 
     def stats(self) -> ArenaStats:
         """What the arena holds at this moment."""

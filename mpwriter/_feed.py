@@ -72,6 +72,8 @@ class FeedSettings:
     budget_bytes: int | None
     timeout_s: float
     retries: int
+    niceness: int  # of the workers' processes; 0 leaves them as they are
+    worker_cores: tuple[int, ...] | None
     trainer_reason: str | None  # why every file is written in the trainer; None: workers serve
     start: Callable[[Job, int, bool], StartJob]  # job, attempt, whether it stays in the trainer
     stream: Callable[[Job], ItemStream]
@@ -158,6 +160,7 @@ class JobFeed:
             return None
         if worker is None:
             return None
+        worker.keep_quiet(self._settings.niceness, self._settings.worker_cores)
         return Lane(worker, self._lease_window, partial(self._map, worker))
 
     def _map(self, worker: WorkerProcess, segment: int) -> None:
@@ -299,9 +302,15 @@ class JobFeed:
             if isinstance(lane.peer, WorkerProcess):
                 wants = select.POLLIN | (select.POLLOUT if lane.peer.wants_write else 0)
                 poll.register(lane.peer, wants)
-        poll.poll(_TICK_S * 1000)
+        poll.poll(self._until_retry_s() * 1000)
         for lane in list(self._lanes):
             self._visit(lane, self._look_after)
+
+    def _until_retry_s(self) -> float:
+        """How long to sleep at most: until the next retry is due, or for a tick."""
+        now_s = time.monotonic()
+        pauses = [lane.retry_at_s - now_s for lane in self._lanes if lane.retry_at_s > now_s]
+        return min(_TICK_S, *pauses) if pauses else _TICK_S
 
     def _look_after(self, lane: Lane) -> bool:
         if isinstance(lane.peer, WorkerProcess):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mpwriter._admission import Ledger, Plan
 from mpwriter._allocator import FreeRanges, merge_ranges, slot_bytes
 from mpwriter._memory import Headroom
-from mpwriter._segment import Segment
+from mpwriter._segment import AdoptedSegment, Segment
 from mpwriter._types import Extent
 
 __all__ = ["ArenaStats", "Holdings"]
@@ -153,6 +153,20 @@ class Holdings:
         self._num_opened += 1
         self._index()
 
+    def adopt(self, segment: AdoptedSegment) -> None:
+        """Enter another process's segment; it counts against nothing here."""
+        self.segments[segment.number] = segment
+        self._index()
+
+    def let_go(self, segment: AdoptedSegment) -> None:
+        """Take an adopted segment out of the books."""
+        self.segments.pop(segment.number, None)
+        self._index()
+
+    def next_number(self) -> int:
+        """For a segment that is made elsewhere."""
+        return next(_numbers)
+
     def remove(self, victims: Iterable[Segment]) -> None:
         """Segments are about to be dropped. Those that are removed already are left alone."""
         for segment in victims:
@@ -217,6 +231,8 @@ class Holdings:
         """Work everything out anew from the tables of leases."""
         self.charged_bytes = self.leased_bytes = self.claimed_bytes = 0
         for segment in [*self.segments.values(), *self.opening]:
+            if isinstance(segment, AdoptedSegment):
+                continue
             self.claimed_bytes += segment.nbytes
             slots = [(start, start + slot_bytes(n)) for start, n in segment.leased.items()]
             segment.free = FreeRanges(segment.nbytes)

@@ -201,7 +201,10 @@ class FileJob:
 
     def _open_transform(self) -> None:
         stream: Any = _Output(self._emit_plain)
-        for extension in self._extensions:
+        # The first in the list comes first to the bytes, so that a reader can undo them in the
+        # order of the descriptors. Stock wraps them the other way round, and then neither it nor
+        # anybody else can read what two of them have made of a file.
+        for extension in reversed(self._extensions):
             stream = extension.transform_to(stream)
         self._transform = stream
 

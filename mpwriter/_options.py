@@ -41,6 +41,8 @@ class WriterOptions:
     timeout_s: float
     retries: int
     progress: bool
+    background_priority: bool
+    worker_cores: tuple[int, ...] | None
     event_handler: EventHandler | None
 
     @property

@@ -6,12 +6,15 @@ Runs in: trainer.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Container
+from collections.abc import Collection, Container
+
+import psutil
 
 from mpwriter._channel import Channel, ChannelClosed, channel_pair
 from mpwriter._types import MapSegment, Message, Ready, UnmapSegment
@@ -19,6 +22,8 @@ from mpwriter._worker import BOOTSTRAP
 from mpwriter.errors import WorkerDiedError, WorkerStartError
 
 __all__ = ["WorkerProcess", "start_worker"]
+
+logger = logging.getLogger(__name__)
 
 # One thread per library in a worker: N workers on N cores, and none of the trainer's settings.
 # Source: the variables that OpenMP, MKL, OpenBLAS and numexpr document.
@@ -28,6 +33,9 @@ _SINGLE_THREADED = {
     "OPENBLAS_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
 }
+
+# Source: ioprio_set(2): levels 0 to 7, 7 being the lowest.
+_LOWEST_BEST_EFFORT = 7
 
 # After SIGKILL a process is gone at once, uninterruptible I/O excepted.
 _KILL_WAIT_S = 5.0
@@ -47,6 +55,7 @@ class WorkerProcess:
         self._process = process
         self._channel = channel
         self._mapped: set[int] = set()
+        self._quiet: tuple[int, Collection[int] | None] = (0, None)
 
     @property
     def pid(self) -> int:
@@ -115,6 +124,24 @@ class WorkerProcess:
             self.ready = True
             del messages[0]
         return messages
+
+    def keep_quiet(self, niceness: int, cores: Collection[int] | None) -> None:
+        """Lower the process's CPU and I/O priority and keep it to some cores, once and for all.
+
+        Where the system refuses, the worker goes on as it is.
+        """
+        if self._quiet == (niceness, cores):
+            return
+        self._quiet = (niceness, cores)
+        try:
+            if niceness > os.getpriority(os.PRIO_PROCESS, self.pid):
+                os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
+                process = psutil.Process(self.pid)
+                process.ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_BEST_EFFORT)
+            if cores:
+                os.sched_setaffinity(self.pid, cores)
+        except (OSError, psutil.Error) as exc:
+            logger.debug("worker %d keeps its priority or cores: %s", self.number, exc)
 
     def alive(self) -> bool:
         return self._process.poll() is None

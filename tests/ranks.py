@@ -2,9 +2,10 @@
 
     results = ranks.run(case, directory, 3)     case(directory, 3) on both ranks at once
 
-A case is a module-level function; what it takes and returns is pickled. It may use `torch.distributed`
-and asks `dist.get_rank()` who it is. Importing torch and joining a group take seconds, so the two
-processes serve every case of the session. After a case each rank looks for what it has left behind.
+A case is a module-level function; what it takes and returns is pickled. It may use
+`torch.distributed` and asks `dist.get_rank()` who it is. Importing torch and joining a group take
+seconds, so the two processes serve every case of the session. After a case each rank looks for
+what it has left behind.
 
 A case that hangs ends both processes, with the stacks of all threads on stderr; the next case gets
 new ones.
@@ -166,9 +167,12 @@ def mesh(*shape: int) -> Any:
     return _made_once(shape, lambda: init_device_mesh("cpu", shape))
 
 
-def group(*members: int) -> Any:
-    """A group; every rank has to ask for it, also one that is no member."""
-    return _made_once(("group", *members), lambda: dist.new_group(list(members)))
+def group(*members: int, number: int = 0) -> Any:
+    """A group, and with other numbers further ones of the same ranks.
+
+    Every rank has to ask for it, in the same order, also one that is no member.
+    """
+    return _made_once(("group", number, *members), lambda: dist.new_group(list(members)))
 
 
 def _made_once(key: Any, make: Callable[[], Any]) -> Any:
@@ -199,13 +203,9 @@ def load(path: str, target: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Load into `target`, which is returned.
 
     Args:
-        options: of the reader; `process_group`, `planner` and `use_collectives` go to dcp.load.
+        options: of the reader; `process_group` and `planner` go to dcp.load.
     """
-    of_dcp = {
-        name: options.pop(name)
-        for name in ("process_group", "planner", "use_collectives")
-        if name in options
-    }
+    of_dcp = {name: options.pop(name) for name in ("process_group", "planner") if name in options}
     dcp.load(target, storage_reader=FsspecReader(path, **options), **of_dcp)
     return target
 

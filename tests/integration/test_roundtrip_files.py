@@ -133,9 +133,13 @@ def test_save_writes_tied_weights_once(
     assert all((tmp_path / "ours" / name).stat().st_size for name in shard_names(tmp_path / "ours"))
     assert_loads_everywhere(tmp_path / "ours", dict(state))
     save_with(StockFsspecWriter(tmp_path / "stock", single_file), state)
-    with capsys.disabled():
-        stock = shard_bytes(tmp_path / "stock")
-        print(f"\ntied: {written / once_bytes:.3f} of the bytes, stock {stock / once_bytes:.3f}")
+    stock = shard_bytes(tmp_path / "stock")
+    assert stock > 1.9 * once_bytes, "stock has learned it: say so in the README"
+    if single_file and num_workers == 2:
+        with capsys.disabled():
+            print(
+                f"\ntied: {written / once_bytes:.2f} of the bytes, stock {stock / once_bytes:.2f}"
+            )
 
 
 def test_save_writes_each_view_when_views_differ(checkpoint_dir: Path) -> None:

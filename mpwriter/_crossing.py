@@ -1,0 +1,193 @@
+"""A staged state on its way to another process: that of AsyncCheckpointerType.PROCESS.
+
+Runs in: trainer and DCP's checkpoint process, which is a trainer to its own workers.
+
+    trainer                                        checkpoint process
+    take_apart: containers and objects pickled,    rebuild: each segment mapped once, tensors
+      a tensor as (segment, offset, dtype, shape)    made as views; its workers map it, too
+      a segment as (pid, fd, size)  ------------>
+
+20,000 tensors cross as one message and a handful of descriptors, and no byte of them is copied. The
+segments are opened through /proc, which asks for the same user and nothing else: no helper thread
+or socket in a temporary directory, as the descriptor passing of multiprocessing has. The trainer's
+lease holds until the checkpoint process has answered.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import torch
+
+from mpwriter._arena import get_arena
+from mpwriter._segment import AdoptedSegment
+from mpwriter._staged_state import StagedState
+from mpwriter.errors import StagingError
+
+__all__ = ["has_crossed", "rebuild", "take_apart"]
+
+_crossed = threading.Event()
+
+
+def has_crossed() -> bool:
+    """Whether a staged state of this process has gone to another one, whose workers write it."""
+    return _crossed.is_set()
+
+
+class _Origin(NamedTuple):
+    """Where a segment can be opened."""
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+class _Row(NamedTuple):
+    """A row-major tensor in a segment."""
+
+    segment: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Pickler(ForkingPickler):
+    """Notes tensors of the arena by their place; others go the way of torch.multiprocessing."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.segments: set[int] = set()
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return None
+        extent = get_arena().find(value)
+        if extent is None:
+            return None
+        self.segments.add(extent.segment)
+        return _Row(extent.segment, extent.offset, value.dtype, tuple(value.shape))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, segments: Mapping[int, AdoptedSegment]) -> None:
+        super().__init__(stream)
+        self._segments = segments
+        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def persistent_load(self, row: Any) -> torch.Tensor:
+        place = _Row(*row)
+        base = self._typed.get((place.segment, place.dtype))
+        if base is None:
+            base = self._segments[place.segment].tensor.view(place.dtype)
+            self._typed[(place.segment, place.dtype)] = base
+        numel = 1
+        for size in place.shape:
+            numel *= size
+        start = place.offset // place.dtype.itemsize
+        return base[start : start + numel].view(place.shape)
+
+
+def take_apart(state: StagedState) -> tuple[bytes, dict[int, _Origin]]:
+    """What `rebuild` needs on the other side."""
+    _crossed.set()
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(state.__copy__())
+    arena = get_arena()
+    origins = {
+        number: _Origin(os.getpid(), arena.segment_fd(number), arena.segment_nbytes(number))
+        for number in pickler.segments
+    }
+    return stream.getvalue(), origins
+
+
+def rebuild(pickled: bytes, origins: Mapping[int, _Origin]) -> StagedState:
+    """Map the segments and put the state together.
+
+    Raises:
+        StagingError: a segment cannot be opened: another user's process, or it has ended.
+    """
+    segments = _adopted.take(origins)
+    try:
+        state = StagedState(_Unpickler(io.BytesIO(pickled), segments).load())
+    except BaseException:
+        _adopted.give_back(segments)
+        raise
+    state.lease = _AdoptedLease(segments)
+    return state
+
+
+class _Adopted:
+    """Segments of other processes that are mapped here.
+
+    They stay mapped between saves, so that the workers' page tables stay warm; one that a save
+    does not bring again is unmapped then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_file: dict[tuple[int, int], AdoptedSegment] = {}
+        self._users: dict[tuple[int, int], int] = {}
+
+    def take(self, origins: Mapping[int, _Origin]) -> dict[int, AdoptedSegment]:
+        with self._lock:
+            taken = {number: self._one(_Origin(*origin)) for number, origin in origins.items()}
+            used = set(map(id, taken.values()))
+            for file, segment in list(self._by_file.items()):
+                if id(segment) in used:
+                    self._users[file] += 1
+                elif not self._users[file]:
+                    del self._by_file[file], self._users[file]
+                    get_arena().let_go(segment)
+            return taken
+
+    def give_back(self, segments: Mapping[int, AdoptedSegment]) -> None:
+        with self._lock:
+            for segment in segments.values():
+                for file, known in self._by_file.items():
+                    if known is segment:
+                        self._users[file] -= 1
+
+    def _one(self, origin: _Origin) -> AdoptedSegment:
+        path = f"/proc/{origin.pid}/fd/{origin.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise StagingError(f"the staged memory of process {origin.pid}: {exc}") from exc
+        status = os.fstat(fd)
+        file = (status.st_dev, status.st_ino)
+        known = self._by_file.get(file)
+        if known is not None:
+            os.close(fd)
+            return known
+        segment = get_arena().adopt(fd, origin.nbytes)
+        self._by_file[file], self._users[file] = segment, 0
+        return segment
+
+
+_adopted = _Adopted()
+
+
+class _AdoptedLease:
+    """Ends this process's use of adopted segments; the memory is the other process's."""
+
+    def __init__(self, segments: Mapping[int, AdoptedSegment]) -> None:
+        self._segments: Mapping[int, AdoptedSegment] | None = segments
+
+    @property
+    def released(self) -> bool:
+        return self._segments is None
+
+    def release(self) -> None:
+        segments, self._segments = self._segments, None
+        if segments:
+            _adopted.give_back(segments)
+
+    def __del__(self) -> None:
+        self.release()
