@@ -15,6 +15,7 @@ lease holds until the checkpoint process has answered.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
@@ -191,3 +192,12 @@ class _AdoptedLease:
 
     def __del__(self) -> None:
         self.release()
+
+
+def _reduce(state: StagedState) -> tuple[Any, ...]:
+    # The thread that sends the state waits for the other process to save it: the claim is its.
+    state.claim()
+    return rebuild, take_apart(state)
+
+
+copyreg.pickle(StagedState, _reduce)

@@ -159,7 +159,12 @@ class Save:
         self._give_back()
         results = self._results(jobs, items, ties, done)
         self._times.write_s = time.perf_counter() - begin_s
-        self._summarize(done)
+        try:
+            self._summarize(done)
+        except BaseException as exc:  # the event handler gives up the save
+            self._remove(*(job.relative_path for job in jobs if job.number in done))
+            self._fail(exc)
+            raise
         if not (self.is_coordinator or not self.use_collectives):
             self._conclude()
         return results
@@ -401,7 +406,10 @@ class Save:
             # Nobody may ever ask the future of an asynchronous save.
             logger.error("The save of %s failed: %s", self.location.display, error)
         self._give_back()
-        self._tell("save_failed", error=error)
+        try:
+            self._tell("save_failed", error=error)
+        except Exception:
+            logger.exception("The event handler failed when it was told: %s", error)
 
     def _give_back(self) -> None:
         """The staged tensors have been written, or never will be."""

@@ -104,16 +104,6 @@ class StagedState(dict[str, Any]):
         self.claim()
         return super().items()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Cross to DCP's checkpoint process: structure and places travel, the bytes stay.
-
-        The thread that sends the state waits for that process to save it: the claim is its own.
-        """
-        from mpwriter._crossing import rebuild, take_apart
-
-        self.claim()
-        return rebuild, take_apart(self)
-
     def __copy__(self) -> dict[str, Any]:
         return dict(super().items())
 

@@ -487,6 +487,16 @@ def _blocks(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + num_rows]
 
 
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a Tensor or Parameter is a strided one with values."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_meta
+    )
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a detached tensor is a plain strided one: its bytes and a shape say it all."""
     return (

@@ -16,7 +16,7 @@ copied to ordinary memory, as the stock stager does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ import torch
 from mpwriter._arena import arena_unavailable_reason, get_arena
 from mpwriter._compat import ShardedTensor, copy_each, inner_tensors, rewrap, with_shards
 from mpwriter._staged_state import StagedLease, StagedState
-from mpwriter._staging import is_plain
-from mpwriter._streams import CopyStream, StreamFactory
-from mpwriter._types import Extent
+from mpwriter._staged_views import views
+from mpwriter._staging import has_plain_memory
+from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
 
 __all__ = ["StateStaging"]
 
@@ -45,11 +45,13 @@ class StateStaging:
     """One staging of one state dict: `prepare` in the caller's thread, then `copy` in any one.
 
     Args:
-        stream_for: copy streams; each is ordered after the trainer's work as of `prepare`.
+        stream_for: copy streams; None for side streams of the tensors' own devices. Each is
+            ordered after the trainer's work as of `prepare`.
     """
 
-    def __init__(self, stream_for: StreamFactory) -> None:
+    def __init__(self, stream_for: StreamFactory | None = None) -> None:
         self._stream_for = stream_for
+        self._all_on_cpu = True
         self._sources: list[torch.Tensor] = []
         self._first_at: dict[int, int] = {}  # address -> index of the first tensor there
         self._slots: list[int] = []  # index in `_sources` of each tensor met, in walking order
@@ -78,10 +80,17 @@ class StateStaging:
         self._state.lease = lease
         self._memo.clear()
         # Made here, so that they wait for what the caller's streams are at now.
-        self._streams = [self._stream_for(source) for source in self._sources]
-        if lease is not None and any(stream is not None for stream in self._streams):
+        self._streams = self._open_streams()
+        if lease is not None and self._streams:
             for segment in {extent.segment for extent in lease.extents}:
                 lease.arena.pin(segment)
+
+    def _open_streams(self) -> list[CopyStream | None]:
+        """One entry per source, None for the CPU's own copies; empty where all are such."""
+        if self._stream_for is None and self._all_on_cpu:
+            return []
+        stream_for = self._stream_for or accelerator_stream()
+        return [stream_for(source) for source in self._sources]
 
     @torch.no_grad()
     def copy(self) -> StagedState:
@@ -105,7 +114,7 @@ class StateStaging:
         return state
 
     def _issue(self, recorded: dict[int, CopyStream]) -> None:
-        if any(stream is not None for stream in self._streams):
+        if self._streams:
             on_cpu = []
             for index, stream in enumerate(self._streams):
                 if stream is None:
@@ -117,54 +126,41 @@ class StateStaging:
         else:
             _copy_on_cpu(self._targets, self._sources)
 
-    # -- memory --------------------------------------------------------------------------
-
     def _lease(self, budget_bytes: int | None, timeout_s: float | None) -> StagedLease:
-        sizes, places = _pack([source.nbytes for source in self._sources])
+        sizes, packs, offsets = _pack([source.nbytes for source in self._sources])
         arena = get_arena()
         extents = arena.lease_many(sizes, budget_bytes=budget_bytes, timeout_s=timeout_s)
         lease = StagedLease(arena, extents)
-        typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        strides_of: dict[torch.Size, list[int]] = {}
-        for like, (pack, within) in zip(self._sources, places, strict=True):
-            segment, offset, _ = extents[pack]
-            dtype, shape = like.dtype, like.shape
-            base = typed.get((segment, dtype))
-            if base is None:
-                whole = Extent(segment, 0, arena.segment_nbytes(segment))
-                base = typed[(segment, dtype)] = arena.tensor(whole).view(dtype)
-            strides = strides_of.get(shape)
-            if strides is None:
-                strides = strides_of[shape] = _row_major(shape)
-            start = (offset + within) // dtype.itemsize
-            self._targets.append(base.as_strided(shape, strides, start))
+        self._targets = views.on(arena, extents, packs, offsets, self._sources)
         return lease
 
-    # -- the first walk ------------------------------------------------------------------
+    # -- the first walk: note every tensor -----------------------------------------------
 
     def _collect(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._collect_tensor(value)
         elif isinstance(value, Mapping):
-            for inner in value.values():
-                self._collect(inner)
+            self._collect_all(value.values())
         elif type(value) in (list, tuple):
-            for inner in value:
-                self._collect(inner)
+            self._collect_all(value)
+
+    def _collect_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if type(value) in _PLAIN_TYPES:
+                self._note(value)
+            else:
+                self._collect(value)
 
     def _collect_tensor(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is not torch.Tensor:
-            if isinstance(tensor, ShardedTensor):
-                for shard in tensor.local_shards():
-                    self._collect_tensor(shard.tensor)
-                return
-            names = inner_tensors(tensor)
-            if names is not None:
-                for name in names:
-                    self._collect_tensor(getattr(tensor, name))
-                return
-            tensor = tensor.detach()
-        if not _can_be_staged(tensor):
+        inner = None if type(tensor) in _PLAIN_TYPES else _inner(tensor)
+        if inner is not None:
+            self._collect_all(inner)
+        else:
+            self._note(tensor.detach())
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if not has_plain_memory(tensor):
+            self._slots.append(_PRIVATE)
             return
         sources = self._sources
         # The caller's state dict holds every storage while we look: equal addresses are equal
@@ -173,47 +169,61 @@ class StateStaging:
         if first < len(sources) and _same_view(tensor, sources[first]):
             self._slots.append(first)
             return
+        if not tensor.is_cpu:
+            self._all_on_cpu = False
         self._slots.append(len(sources))
         sources.append(tensor)
 
-    # -- the second walk -----------------------------------------------------------------
+    # -- the second walk: the same structure around the staged tensors -------------------
 
     def _build(self, value: Any, key: str) -> Any:
+        if type(value) in _PLAIN_TYPES:
+            return self._staged(value)
         if isinstance(value, torch.Tensor):
-            return self._build_tensor(value)
+            inner = _inner(value)
+            if inner is not None:
+                return _around(value, [self._build(part, key) for part in inner])
+            return self._staged(value)
         if isinstance(value, _ATOMIC):
             return value
         if isinstance(value, Mapping):
-            return {k: self._build(inner, f"{key}.{k}") for k, inner in value.items()}
+            return {k: self._build(inner, key) for k, inner in value.items()}
         if type(value) in (list, tuple):
-            inner = [self._build(item, f"{key}.{n}") for n, item in enumerate(value)]
-            return inner if type(value) is list else tuple(inner)
+            return type(value)(self._build(inner, key) for inner in value)
         return _copied(value, key, self._memo)
 
-    def _build_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor:
-            if isinstance(tensor, ShardedTensor):
-                shards = [self._build_tensor(shard.tensor) for shard in tensor.local_shards()]
-                return with_shards(tensor, shards)
-            names = inner_tensors(tensor)
-            if names is not None:
-                return rewrap(
-                    tensor, {name: self._build_tensor(getattr(tensor, name)) for name in names}
-                )
-            tensor = tensor.detach()
-        if not _can_be_staged(tensor):
-            return _private_copy(tensor)
-        return self._targets[next(self._met)]
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        slot = next(self._met)
+        return _private_copy(tensor.detach()) if slot == _PRIVATE else self._targets[slot]
+
+
+# Marks a tensor that is no plain strided one: it is copied to ordinary memory.
+_PRIVATE = -1
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The tensors that a wrapper is made of; None for what is no wrapper."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    names = inner_tensors(tensor)
+    return None if names is None else [getattr(tensor, name) for name in names]
+
+
+def _around(tensor: torch.Tensor, inner: list[torch.Tensor]) -> torch.Tensor:
+    """The same wrapper around other inner tensors, in the order of `_inner`."""
+    if isinstance(tensor, ShardedTensor):
+        return with_shards(tensor, inner)
+    names = inner_tensors(tensor)
+    assert names is not None
+    return rewrap(tensor, dict(zip(names, inner, strict=True)))
 
 
 def _settle(recorded: Mapping[int, CopyStream]) -> None:
     """Wait for every copy under way, also after an error: none may land in memory given back."""
     for stream in recorded.values():
         stream.record().synchronize()
-
-
-def _can_be_staged(tensor: torch.Tensor) -> bool:
-    return is_plain(tensor) and not tensor.is_meta
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -228,34 +238,31 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def _pack(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     """Put small tensors into packs.
 
     Returns:
-        The sizes of the extents to lease, and for each tensor (its extent, its offset there).
+        The sizes of the extents to lease; of each tensor, which extent and where in it. Lists of
+        numbers, not of tuples: the garbage collector counts objects that can hold others.
     """
+    extents: list[int] = []
     packs: list[int] = []
-    places: list[tuple[int, int]] = []
+    offsets: list[int] = []
     open_pack, used = -1, _PACK_BYTES
     for size in sizes:
         if size > _PACKED_BYTES:
-            places.append((len(packs), 0))
-            packs.append(size)
+            packs.append(len(extents))
+            offsets.append(0)
+            extents.append(size)
             continue
         if used + size > _PACK_BYTES:
-            open_pack, used = len(packs), 0
-            packs.append(0)
-        places.append((open_pack, used))
-        packs[open_pack] = used + size
+            open_pack, used = len(extents), 0
+            extents.append(0)
+        packs.append(open_pack)
+        offsets.append(used)
+        extents[open_pack] = used + size
         used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return packs, places
-
-
-def _row_major(shape: torch.Size) -> list[int]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-    return strides
+    return extents, packs, offsets
 
 
 def _copy_on_cpu(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

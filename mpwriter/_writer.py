@@ -38,7 +38,6 @@ from mpwriter._save import Save
 from mpwriter._staged_state import StagedState
 from mpwriter._state_staging import StateStaging
 from mpwriter._storage import Location, locate
-from mpwriter._streams import accelerator_stream
 
 __all__ = ["MPFsspecWriter"]
 
@@ -55,6 +54,7 @@ _OWN_NAMES = (
     "num_workers",
     "per_worker_copy_ahead",
     "overwrite",
+    "_extensions",
     "serialization_format",
     "staging_budget_bytes",
     "timeout_s",
@@ -286,7 +286,7 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
             StagingError, TypeError: a value cannot be copied; its key is named.
         """
         options = self._options
-        staging = StateStaging(accelerator_stream())
+        staging = StateStaging()
         staging.prepare(state_dict, budget_bytes=options.budget_bytes, timeout_s=options.timeout_s)
         # A save may outlive the main thread's code, and after that no process can be started.
         if not has_crossed():

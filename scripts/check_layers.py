@@ -27,7 +27,11 @@ LAYERS: list[list[set[str]]] = [
     [{"cli"}],
     [{"_verify"}, {"bench"}],
     [{"_writer", "_save", "_feed", "_lane"}, {"_reader", "_fetch"}],
-    [{"_pool", "_process"}, {"_staging", "_streams"}, {"_planning"}],
+    [
+        {"_pool", "_process"},
+        {"_staging", "_streams", "_staged_state", "_staged_views", "_state_staging", "_crossing"},
+        {"_planning"},
+    ],
     [
         {"_worker", "_job"},
         {

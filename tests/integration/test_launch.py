@@ -130,9 +130,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
         ("command", "fork", None),
         ("module", "", str(base / "missing" / "too")),
     ]
-    started = {
-        kind: Launch(kind, base / kind, method, tmpdir) for kind, method, tmpdir in wanted
-    }
+    started = {kind: Launch(kind, base / kind, method, tmpdir) for kind, method, tmpdir in wanted}
     yield started
     for launch in started.values():
         launch.process.kill()

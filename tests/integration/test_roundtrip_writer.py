@@ -8,8 +8,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from mpwriter import FsspecReader, MPFsspecWriter, SerializationFormat
 from mpwriter._compat import StockFsspecWriter
@@ -97,7 +99,7 @@ def test_writer_refuses_both_names_of_one_option(
         ("numworkers", "num_workers"),
         ("time_out_s", "timeout_s"),
         ("timeouts", "timeout_s"),
-        ("retry", "retries"),
+        ("retires", "retries"),
         ("sync_file", "sync_files"),
         ("over_write", "overwrite"),
         ("thread_counts", "thread_count"),
@@ -129,24 +131,21 @@ def test_reader_refuses_a_misspelt_keyword(misspelt: str, meant: str, tmp_path: 
         FsspecReader(tmp_path, **{misspelt: 1})
 
 
-def test_writer_passes_on_a_keyword_of_the_filesystem_that_looks_like_one_of_ours(
-    checkpoint_dir: Path,
-) -> None:
-    """What the filesystem knows is no slip of the pen, and neither is what resembles nothing."""
-    import fsspec
-    from fsspec.implementations.local import LocalFileSystem
+def test_writer_passes_on_a_keyword_that_the_filesystem_knows(checkpoint_dir: Path) -> None:
+    """However much it looks like one of ours; and one that looks like nothing."""
 
-    class RetryingFileSystem(LocalFileSystem):
-        protocol = "retrying"
+    class PatientFileSystem(LocalFileSystem):
+        protocol = "patient"
 
-        def __init__(self, retry: int = 0, **options: Any) -> None:
+        def __init__(self, timeout: float = 0, **options: Any) -> None:
             super().__init__(**options)
-            self.retry = retry
+            self.timeout = timeout
 
-    fsspec.register_implementation("retrying", RetryingFileSystem, clobber=True)
-    MPFsspecWriter(f"retrying://{checkpoint_dir}", retry=4, anything="else")
-    with pytest.raises(TypeError, match="retries"):
-        MPFsspecWriter(checkpoint_dir, retry=4)
+    fsspec.register_implementation("patient", PatientFileSystem, clobber=True)
+    for patient in (MPFsspecWriter, FsspecReader):
+        patient(f"patient://{checkpoint_dir}", timeout=4, anything="else")
+        with pytest.raises(TypeError, match=r"'timeout'.*'timeout_s'"):
+            patient(checkpoint_dir, timeout=4)
 
 
 @pytest.mark.parametrize(
@@ -402,14 +401,17 @@ def test_save_tells_an_event_handler_of_a_failure(checkpoint_dir: Path, plan: Fa
 def test_save_raises_what_an_event_handler_raises(when: str, checkpoint_dir: Path) -> None:
     """A way to give up a save: nothing of it stays, and the writer can be used again."""
     armed = True
+    told: list[str] = []
 
     def handle(event: SaveEvent) -> None:
-        if armed and event.name == when:
-            raise LookupError("enough")
+        told.append(event.name)
+        if armed and event.name in (when, "save_failed"):
+            raise LookupError(event.name)
 
     writer = MPFsspecWriter(checkpoint_dir, num_workers=2, event_handler=handle)
     found = outcome(lambda: save_with(writer, mixed_items(20)))
-    assert found == (LookupError, "enough")
+    assert found == (LookupError, when)
+    assert told[-1] == ("save_started" if when == "save_started" else "save_failed")
     assert not (checkpoint_dir / ".metadata").exists()
     assert not checkpoint_dir.exists() or shard_names(checkpoint_dir) == []
     armed = False
