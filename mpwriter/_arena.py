@@ -163,6 +163,7 @@ class Arena(Leasing):
     def stats(self) -> ArenaStats:
         """What the arena holds at this moment."""
         with self._changed:
+            self._take_back()
             return self._holdings.stats()
 
     def _segment(self, number: int) -> Segment:

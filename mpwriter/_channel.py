@@ -13,6 +13,8 @@ One thread uses a channel at a time.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pickle
 import socket
@@ -107,6 +109,12 @@ class Channel:
         """The descriptor that came with the oldest message not asked for yet; now the caller's."""
         return self._arrived_fds.popleft()
 
+    def hang_up(self) -> None:
+        """Close, and let the peer know even where a fork of this process has this end open, too."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self.close()
+
     def close(self) -> None:
         """Close the socket and every descriptor nobody took. Safe to call twice."""
         self._outgoing.clear()
@@ -151,5 +159,13 @@ class Channel:
 
 def channel_pair() -> tuple[Channel, socket.socket]:
     """A channel for this process and a bare, inheritable socket for the process to be started."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = map(_unlike_a_standard_stream, socket.socketpair(socket.AF_UNIX))
     return Channel(ours), theirs
+
+
+def _unlike_a_standard_stream(sock: socket.socket) -> socket.socket:
+    """Where the trainer has closed its stderr, a new socket is given that very number."""
+    if sock.fileno() > 2:
+        return sock
+    with sock:
+        return socket.socket(fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))

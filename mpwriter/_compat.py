@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
     TensorProperties as ShardedTensorProperties,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import _async_process_executor, state_dict_saver
 from torch.distributed.checkpoint._extension import (
     ExtensionRegistry,
     StreamTransformExtension,
@@ -67,6 +67,7 @@ __all__ = [
     "StreamTransformExtension",
     "can_be_storage_id",
     "copy_each",
+    "end_checkpoint_process",
     "inner_tensors",
     "map_shared_storage",
     "narrow_tensor_by_index",
@@ -156,3 +157,14 @@ def with_shards(sharded: ShardedTensor, tensors: Sequence[torch.Tensor]) -> Shar
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensor by tensor, in one call: 1 us a tensor where a loop takes 2."""
     torch._foreach_copy_(targets, sources)
+
+
+# -- the process of AsyncCheckpointerType.PROCESS ----------------------------------------------
+
+
+def end_checkpoint_process() -> None:
+    """End DCP's checkpoint process, if there is one; takes up to 5 s. A later save starts another.
+
+    DCP itself never does: a process that has died fails every save that follows.
+    """
+    _async_process_executor._CHECKPOINT_PROCESS = None  # its __del__ asks it to end, and waits

@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import copyreg
 import io
+import math
 import os
 import pickle
 import threading
 from collections.abc import Mapping
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 
 from mpwriter._arena import get_arena
 from mpwriter._segment import AdoptedSegment
-from mpwriter._staged_state import StagedState
+from mpwriter._staged_state import Lease, StagedState
+from mpwriter._staged_views import row_major
 from mpwriter.errors import StagingError
 
 __all__ = ["has_crossed", "rebuild", "take_apart"]
@@ -58,8 +59,12 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Pickler(ForkingPickler):
-    """Notes tensors of the arena by their place; others go the way of torch.multiprocessing."""
+class _Pickler(pickle.Pickler):
+    """Notes tensors of the arena by their place. Others, inside of objects, go along as bytes.
+
+    Not the way of torch.multiprocessing: that takes a descriptor for each, a socket in a temporary
+    directory whose path may be too long, or moves them to /dev/shm.
+    """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
@@ -68,7 +73,7 @@ class _Pickler(ForkingPickler):
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
             return None
-        extent = get_arena().find(value)
+        extent = get_arena().find(value) if value.numel() else None
         if extent is None:
             return None
         self.segments.add(extent.segment)
@@ -78,23 +83,19 @@ class _Pickler(ForkingPickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, segments: Mapping[int, AdoptedSegment]) -> None:
         super().__init__(stream)
-        self._segments = segments
-        self._typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._storages = {
+            number: segment.tensor.untyped_storage() for number, segment in segments.items()
+        }
 
     def persistent_load(self, row: Any) -> torch.Tensor:
         place = _Row(*row)
-        base = self._typed.get((place.segment, place.dtype))
-        if base is None:
-            base = self._segments[place.segment].tensor.view(place.dtype)
-            self._typed[(place.segment, place.dtype)] = base
-        numel = 1
-        for size in place.shape:
-            numel *= size
-        start = place.offset // place.dtype.itemsize
-        return base[start : start + numel].view(place.shape)
+        nbytes = math.prod(place.shape) * place.dtype.itemsize
+        own: Any = self._storages[place.segment][place.offset : place.offset + nbytes]
+        tensor = torch.empty(0, dtype=place.dtype)
+        return tensor.set_(own, 0, place.shape, row_major(place.shape))
 
 
-def take_apart(state: StagedState) -> tuple[bytes, dict[int, _Origin]]:
+def take_apart(state: StagedState) -> tuple[bytes, dict[int, _Origin], Any]:
     """What `rebuild` needs on the other side."""
     _crossed.set()
     stream = io.BytesIO()
@@ -105,10 +106,10 @@ def take_apart(state: StagedState) -> tuple[bytes, dict[int, _Origin]]:
         number: _Origin(os.getpid(), arena.segment_fd(number), arena.segment_nbytes(number))
         for number in pickler.segments
     }
-    return stream.getvalue(), origins
+    return stream.getvalue(), origins, state.path
 
 
-def rebuild(pickled: bytes, origins: Mapping[int, _Origin]) -> StagedState:
+def rebuild(pickled: bytes, origins: Mapping[int, _Origin], path: Any) -> StagedState:
     """Map the segments and put the state together.
 
     Raises:
@@ -120,7 +121,7 @@ def rebuild(pickled: bytes, origins: Mapping[int, _Origin]) -> StagedState:
     except BaseException:
         _adopted.give_back(segments)
         raise
-    state.lease = _AdoptedLease(segments)
+    state.lease, state.path = _AdoptedLease(segments), path
     return state
 
 
@@ -132,7 +133,8 @@ class _Adopted:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: a collection of garbage in `take` may end an earlier lease.
+        self._lock = threading.RLock()
         self._by_file: dict[tuple[int, int], AdoptedSegment] = {}
         self._users: dict[tuple[int, int], int] = {}
 
@@ -175,23 +177,16 @@ class _Adopted:
 _adopted = _Adopted()
 
 
-class _AdoptedLease:
+class _AdoptedLease(Lease):
     """Ends this process's use of adopted segments; the memory is the other process's."""
 
     def __init__(self, segments: Mapping[int, AdoptedSegment]) -> None:
-        self._segments: Mapping[int, AdoptedSegment] | None = segments
+        self._segments = segments
+        super().__init__()
 
-    @property
-    def released(self) -> bool:
-        return self._segments is None
-
-    def release(self) -> None:
-        segments, self._segments = self._segments, None
-        if segments:
-            _adopted.give_back(segments)
-
-    def __del__(self) -> None:
-        self.release()
+    def _give_back(self, finalizing: bool) -> None:
+        segments, self._segments = self._segments, {}
+        _adopted.give_back(segments)
 
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:

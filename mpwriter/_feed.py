@@ -329,7 +329,8 @@ class JobFeed:
         if worker.ready or death.signal_name is not None:
             raise death
         # It ended by itself before it was at work: this interpreter cannot run workers.
-        self._trainer_reason = f"worker processes do not start here: {death}"
+        # Without the file's name: of this reason the user hears once, not at every save.
+        self._trainer_reason = f"worker processes do not start here: {worker.death()}"
         if lane.job is not None:
             self._pending.appendleft(lane.end())
         self._leave(lane, usable=False)
@@ -350,7 +351,8 @@ class JobFeed:
     def _abandon(self) -> None:
         """Leave nothing of this save: stop every lane, then remove what was published."""
         waiting = [lane for lane in self._lanes if _ask_to_abort(lane)]
-        clean = {id(lane) for lane in self._lanes if lane.unannounced and _living(lane)}
+        # One that has not reported yet may be about to die of what has just killed another.
+        clean = {id(lane) for lane in self._lanes if lane.unannounced and _at_work(lane)}
         deadline_s = time.monotonic() + _ABORT_GRACE_S
         while waiting and time.monotonic() < deadline_s:
             clean.update(id(lane) for lane in waiting if self._has_aborted(lane))
@@ -402,6 +404,10 @@ def _ask_to_abort(lane: Lane) -> bool:
 
 def _living(lane: Lane) -> bool:
     return not isinstance(lane.peer, WorkerProcess) or lane.peer.alive()
+
+
+def _at_work(lane: Lane) -> bool:
+    return not isinstance(lane.peer, WorkerProcess) or (lane.peer.ready and lane.peer.alive())
 
 
 def _sleep_until_spoken_to(lanes: Sequence[Lane], deadline_s: float) -> None:

@@ -157,7 +157,7 @@ class Delivery:
             raise _corrupt(index.fqn, path, text)
         if not expected:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(stored, dtype=dtype).view(shape)
+        return _elements(stored, dtype).view(shape)
 
     def _copy(self, read: ReadItem, tensor: torch.Tensor, path: str) -> None:
         key = read.storage_index.fqn
@@ -195,10 +195,22 @@ def _add_note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+def _elements(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A view of the payload; a copy where it does not lie as its elements have to.
+
+    Stock's files and safetensors hold payloads at any offset, and torch copies complex128 with
+    instructions that end the process at an address that is no multiple of 16.
+    """
+    found = torch.frombuffer(payload, dtype=dtype)
+    if found.data_ptr() % dtype.itemsize == 0:
+        return found
+    moved = torch.frombuffer(payload, dtype=torch.uint8).clone()
+    return torch.empty(0, dtype=dtype).set_(moved.untyped_storage())
+
+
 def _as_tensor(decoded: DecodedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A view of the payload."""
     if len(decoded.payload):
-        storage = torch.frombuffer(decoded.payload, dtype=dtype)
+        storage = _elements(decoded.payload, dtype)
     else:
         storage = torch.empty(0, dtype=dtype)
     return storage.as_strided(decoded.shape, decoded.stride, decoded.storage_offset)

@@ -64,7 +64,8 @@ class FileJob:
         self._start = start
         self._buffers = buffers
         self._gathered = bytearray()
-        self._ranges: list[tuple[int, int]] = []
+        self._offsets: list[int] = []
+        self._lengths: list[int] = []
         self._item: ItemSpec | None = None
         self._remaining_bytes = 0
         self._item_start = 0
@@ -107,7 +108,8 @@ class FileJob:
         self._sink.publish()
         return JobDone(
             job=self._start.job,
-            ranges=self._ranges,
+            offsets=self._offsets,
+            lengths=self._lengths,
             nbytes=nbytes,
             write_s=self._write_s,
             crc_s=self._crc_s,
@@ -162,13 +164,16 @@ class FileJob:
             self._transform = None
         if not self._safetensors:
             end = self._sink.position + len(self._gathered)
-            self._ranges.append((self._item_start, end - self._item_start))
+            self._offsets.append(self._item_start)
+            self._lengths.append(end - self._item_start)
         self._item = None
 
     def _write_safetensors_header(self, start: StartJob) -> None:
         keys = (spec.key for spec in start.header)
         metadata = dcp_metadata(dict(zip(keys, start.offsets, strict=True)))
-        header, self._ranges = safetensors_header(start.header, metadata)
+        header, ranges = safetensors_header(start.header, metadata)
+        self._offsets = [offset for offset, _ in ranges]
+        self._lengths = [length for _, length in ranges]
         self._emit(header)
 
     # -- bytes ---------------------------------------------------------------------------

@@ -40,6 +40,9 @@ DEFAULT_LEASE_TIMEOUT_S = 300.0
 # The least that a window gets where the caller says nothing: what a write call takes.
 MIN_WINDOW_BYTES = 1 << 20
 
+# A waiting lease looks this often for what finalizers have dropped meanwhile.
+_TICK_S = 0.5
+
 # A waiting lease goes before later ones, so that it cannot starve. Those that need less than this
 # part of the budget may pass: they belong to saves whose end the waiting one may depend on.
 _PASSING_DIVISOR = 16
@@ -58,6 +61,7 @@ class Leasing:
     def _reset(self, holdings: Holdings) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._queue: deque[object] = deque()  # staged leases that wait, in their order
+        self._dropped: deque[Sequence[Extent]] = deque()  # by finalizers, not yet taken back
         self._listeners: list[Callable[[list[int]], None]] = []
         self._holdings = holdings
 
@@ -150,6 +154,24 @@ class Leasing:
             self._wake()
         self._drop(over_budget)
 
+    def release_soon(self, extents: Sequence[Extent]) -> None:
+        """Give extents back from a finalizer, which may run in a thread that holds the lock.
+
+        Where somebody holds it, the next lease does it, or one that waits, within half a second.
+        """
+        self._dropped.append(extents)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._changed.release()
+
+    def _take_back(self) -> None:
+        """With the lock: release what finalizers have dropped (staged extents only)."""
+        while self._dropped:
+            self._holdings.release(self._dropped.popleft())
+            self._wake()
+
     # -- the whole ---------------------------------------------------------------------------
 
     def trim(self, keep_bytes: int = 0) -> int:
@@ -159,6 +181,7 @@ class Leasing:
             The bytes given back to the system.
         """
         with self._changed:
+            self._take_back()
             victims = self._holdings.idle_beyond(keep_bytes)
             self._holdings.remove(victims)
         self._drop(victims)
@@ -218,6 +241,7 @@ class Leasing:
         self._queue.append(ticket)
         try:
             while True:
+                self._take_back()
                 first = self._queue[0] is ticket
                 if first or total <= budget // _PASSING_DIVISOR:
                     plan = self._try_staged(sizes, slots, total, budget)
@@ -228,7 +252,7 @@ class Leasing:
                 hopeless = first and not books.leased_bytes and not books.dropping
                 if hopeless or left_s <= 0:
                     raise self._not_admitted(total, budget, 0 if hopeless else timeout_s)
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, _TICK_S))
         finally:
             self._queue.remove(ticket)
             self._wake()  # another one is the first now
@@ -258,6 +282,7 @@ class Leasing:
         plan: Plan | None = None
         try:
             with self._changed:
+                self._take_back()
                 plan = make_plan()
                 self._holdings.book(plan)
             self._drop(plan.victims)

@@ -126,20 +126,26 @@ class WorkerProcess:
         return messages
 
     def keep_quiet(self, niceness: int, cores: Collection[int] | None) -> None:
-        """Lower the process's CPU and I/O priority and keep it to some cores, once and for all.
+        """Lower the process's CPU and I/O priority for good, and keep it to some cores.
+
+        Args:
+            niceness: the least it is to have; 0 leaves it as it is.
+            cores: None for this thread's own.
 
         Where the system refuses, the worker goes on as it is.
         """
         if self._quiet == (niceness, cores):
             return
-        self._quiet = (niceness, cores)
+        cores_before, self._quiet = self._quiet[1], (niceness, cores)
+        if cores_before and not cores:  # another writer has kept it to some
+            cores = os.sched_getaffinity(0)
         try:
+            if cores:
+                os.sched_setaffinity(self.pid, cores)
             if niceness > os.getpriority(os.PRIO_PROCESS, self.pid):
                 os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
                 process = psutil.Process(self.pid)
                 process.ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_BEST_EFFORT)
-            if cores:
-                os.sched_setaffinity(self.pid, cores)
         except (OSError, psutil.Error) as exc:
             logger.debug("worker %d keeps its priority or cores: %s", self.number, exc)
 
@@ -156,7 +162,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Ask the process to end by closing its channel."""
-        self._channel.close()
+        self._channel.hang_up()
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the process has ended within `timeout_s`."""
@@ -172,8 +178,16 @@ class WorkerProcess:
         # Else Popen.__del__ would warn about, and try to reap, a child of another process.
         self._process.returncode = 0
 
+    def _note_report(self) -> None:
+        """A send may fail before the worker's report has been read: it was at work all the same."""
+        with contextlib.suppress(ChannelClosed):
+            messages = self._channel.receive()
+            self.ready = bool(messages) and isinstance(messages[0], Ready)
+
     def death(self, path: str | None = None) -> WorkerDiedError:
         """What is to be raised when the worker is gone: its exit code or signal."""
+        if not self.ready:
+            self._note_report()
         # Its channel closes a moment before the process can be waited for.
         if not self.wait(_KILL_WAIT_S):
             self.kill()
@@ -231,8 +245,15 @@ def _start_error(number: int, exc: Exception) -> WorkerStartError:
 
 def _command(theirs: socket.socket) -> list[str]:
     # "" in sys.path is the trainer's current directory; the worker's may change per job.
-    paths = [path or os.getcwd() for path in sys.path]
+    paths = [path or _current_directory() for path in sys.path]
     return [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *paths]
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/nonexistent"  # it was removed: nothing can be imported from it
 
 
 def _execute(command: list[str], theirs: socket.socket) -> subprocess.Popen[bytes]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
 from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
 from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
-from mpwriter._staged_state import claim_of_this_thread
+from mpwriter._staged_state import Claim
 from mpwriter._staging import ItemStream, TieTable, tensor_spec
 from mpwriter._storage import (
     Location,
@@ -60,8 +61,9 @@ _warned: set[str] = set()
 
 
 def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
+    kind = re.sub(r"\d+", "", reason)  # the numbers of workers and processes differ each time
+    if kind not in _warned:
+        _warned.add(kind)
         logger.warning("Checkpoint files are written in the trainer, without workers: %s", reason)
 
 
@@ -81,10 +83,15 @@ class Save:
         location: the checkpoint's directory.
         options: of the writer.
         stream_for: makes the copy streams; None for those of the tensors' devices.
+        claim: on the staged state, where this is an asynchronous save.
     """
 
     def __init__(
-        self, location: Location, options: WriterOptions, stream_for: StreamFactory | None = None
+        self,
+        location: Location,
+        options: WriterOptions,
+        stream_for: StreamFactory | None = None,
+        claim: Claim | None = None,
     ) -> None:
         self.location = location
         self.save_id = str(uuid.uuid4())
@@ -94,10 +101,15 @@ class Save:
         self.report: SaveReport | None = None
         self._options = options
         self._stream_for = stream_for or accelerator_stream()
-        self._claim = claim_of_this_thread()
+        self._claim = claim
         self._times = _Times()
         self._workers: tuple[WorkerReport, ...] = ()
-        self._tell("save_started")
+        self._last_words = self._given_up()
+        try:
+            self._tell("save_started")
+        except BaseException as exc:
+            self._complain(exc)
+            raise
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.display, save_id=self.save_id)
@@ -150,8 +162,8 @@ class Save:
         begin_s = time.perf_counter()
         self._times.plan_s = begin_s - self._times.begin_s
         ties = TieTable()
-        jobs = self._jobs(items)
         try:
+            jobs = self._jobs(items)
             done = self._run(jobs, items, planner, ties)
         except BaseException as exc:
             self._fail(exc)
@@ -297,18 +309,25 @@ class Save:
         done: dict[int, JobDone],
     ) -> list[WriteResult]:
         descriptors = self._options.descriptors
-        stored = {}
-        results = []
+        results: list[WriteResult] = []
+        index_of: dict[int, int] = {}  # position -> place in `results`, for ties only
         for job in jobs:
             if job.number not in done:
                 continue
-            for position, (offset, length) in zip(job.written, done[job.number].ranges):
+            said = done[job.number]
+            if ties.owner_of:
+                start = len(results)
+                index_of.update((n, start + i) for i, n in enumerate(job.written))
+            for position, offset, length in zip(
+                job.written, said.offsets, said.lengths, strict=True
+            ):
                 place = storage_info(job.relative_path, offset, length, descriptors)
-                stored[position] = (place, length)
                 results.append(WriteResult(items[position].index, length, place))
         for position, owner in ties.owner_of.items():
-            place, length = stored[owner]
-            results.append(WriteResult(items[position].index, length, place))
+            stored = results[index_of[owner]]
+            results.append(
+                WriteResult(items[position].index, stored.size_in_bytes, stored.storage_data)
+            )
         return results
 
     # -- commit --------------------------------------------------------------------------
@@ -402,14 +421,35 @@ class Save:
         remove_files(self.location, [temporary_name(job.relative_path, self.save_id[:8])])
 
     def _fail(self, error: BaseException) -> None:
-        if self._claim is not None:
-            # Nobody may ever ask the future of an asynchronous save.
-            logger.error("The save of %s failed: %s", self.location.display, error)
+        self._complain(error)
         self._give_back()
         try:
             self._tell("save_failed", error=error)
         except Exception:
             logger.exception("The event handler failed when it was told: %s", error)
+
+    def _complain(self, error: BaseException) -> None:
+        """Nobody may ever ask the future of an asynchronous save."""
+        self._last_words = None
+        if self._claim is not None:
+            logger.error("The save of %s failed: %s", self.location.display, error)
+
+    def _given_up(self) -> logging.LogRecord | None:
+        """What to say where DCP drops an asynchronous save: nothing else would tell.
+
+        Made beforehand: the end of a thread, where it is said, is too late to ask for its name.
+        """
+        if self._claim is None:
+            return None
+        text = "The save of %s was given up: it could not be planned, or another rank failed"
+        where = (self.location.display,)
+        return logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, where, None)
+
+    def __del__(self) -> None:
+        record = getattr(self, "_last_words", None)
+        if record is not None:
+            record.created = time.time()
+            logger.handle(record)
 
     def _give_back(self) -> None:
         """The staged tensors have been written, or never will be."""
@@ -436,6 +476,7 @@ class Save:
 
     def _conclude(self) -> None:
         assert self.report is not None
+        self._last_words = None
         total_s = time.perf_counter() - self._times.begin_s
         report = replace(self.report, commit_s=self._times.commit_s, total_s=total_s)
         self.report = report

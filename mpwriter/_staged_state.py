@@ -9,15 +9,17 @@ Runs in: trainer.
                                                                  +-- the thread has ended
 
 The second column is needed because an exception keeps the frames of a failed save, and with them
-the state dict, alive for as long as somebody keeps the future that carries it.
+the state dict, alive for as long as somebody keeps the future that carries it. Of several saves of
+one state at the same time the last one to end counts.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import ItemsView, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mpwriter._arena import Arena
 from mpwriter._types import Extent
@@ -25,53 +27,98 @@ from mpwriter._types import Extent
 __all__ = ["Claim", "Lease", "StagedLease", "StagedState", "claim_of_this_thread"]
 
 
-class StagedLease:
-    """The extents of one staged state. Released once, by `release` or with its last reference."""
+class Lease:
+    """The memory under a staged state. Given back once, by the last save of it to end, by
+    `release`, or with its last reference.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: a collection of garbage in here may end another claim.
+        self._lock = threading.RLock()
+        self._num_saves = 0
+        self.released = False
+
+    def hold(self) -> None:
+        """A save begins.
+
+        Raises:
+            RuntimeError: the memory may hold other values by now.
+        """
+        with self._lock:
+            if self.released:
+                raise RuntimeError(
+                    "this staged state was saved before and its memory was given back: stage again"
+                )
+            self._num_saves += 1
+
+    def let_go(self, *, finalizing: bool = False) -> None:
+        """A save has ended."""
+        with self._lock:
+            self._num_saves -= 1
+            last = self._num_saves == 0
+        if last:
+            self.release(finalizing=finalizing)
+
+    def release(self, *, finalizing: bool = False) -> None:
+        """Give the memory back; again does nothing.
+
+        Args:
+            finalizing: whether locks of the arena may be held by this very thread.
+        """
+        with self._lock:
+            released, self.released = self.released, True
+        if not released:
+            self._give_back(finalizing)
+
+    def _give_back(self, finalizing: bool) -> None:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        self.release(finalizing=True)
+
+
+class StagedLease(Lease):
+    """Extents of the arena; none where there is no arena to be had."""
 
     def __init__(self, arena: Arena, extents: Sequence[Extent]) -> None:
         self.arena = arena
-        self._lock = threading.Lock()
-        self._extents: Sequence[Extent] | None = extents
+        self.extents = extents
+        super().__init__()
 
-    @property
-    def released(self) -> bool:
-        return self._extents is None
-
-    @property
-    def extents(self) -> Sequence[Extent]:
-        """Empty once released."""
-        return self._extents or ()
-
-    def release(self) -> None:
-        """Give the memory back; again does nothing."""
-        with self._lock:
-            extents, self._extents = self._extents, None
-        if extents:
+    def _give_back(self, finalizing: bool) -> None:
+        extents, self.extents = self.extents, ()
+        if extents and finalizing:
+            self.arena.release_soon(extents)
+        elif extents:
             self.arena.release_many(extents)
-
-    def __del__(self) -> None:
-        self.release()
-
-
-class Lease(Protocol):
-    """What a staged state needs of the memory under it."""
-
-    @property
-    def released(self) -> bool: ...
-    def release(self) -> None: ...
 
 
 class Claim:
-    """Marks that a thread is saving a staged state; ends with the save or with the thread."""
+    """A save of a staged state, from its first look at it to its end or that of its thread.
 
-    def __init__(self, lease: Lease) -> None:
+    Attributes:
+        path: where the writer pointed when the state was staged; None where it was not noted.
+
+    Raises:
+        RuntimeError: the state's memory was given back.
+    """
+
+    _holds = False
+
+    def __init__(self, lease: Lease, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = path
         self._lease = lease
+        lease.hold()
+        self._holds = True
 
-    def end(self) -> None:
-        self._lease.release()
+    def end(self, *, finalizing: bool = False) -> None:
+        """Again does nothing."""
+        holds, self._holds = self._holds, False
+        if holds:
+            self._lease.let_go(finalizing=finalizing)
 
     def __del__(self) -> None:
-        self.end()
+        self.end(finalizing=True)
 
 
 class _PerThread(threading.local):
@@ -91,9 +138,14 @@ class StagedState(dict[str, Any]):
     """What `stage()` returns: the state dict's structure around tensors in the arena.
 
     For one save only: its memory goes back when that save has been written.
+
+    Attributes:
+        lease: None while it is being built.
+        path: see `Claim`.
     """
 
     lease: Lease | None = None
+    path: str | os.PathLike[str] | None = None
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """DCP's first use of a state dict, on the thread that saves it: the claim begins here.
@@ -111,11 +163,6 @@ class StagedState(dict[str, Any]):
         return copy.deepcopy(dict(super().items()), memo)
 
     def claim(self) -> None:
-        lease = self.lease
-        if lease is None:
-            return
-        if lease.released:
-            raise RuntimeError(
-                "this staged state was saved before and its memory was given back: stage again"
-            )
-        _this_thread.claim = Claim(lease)
+        """Begin a save of it on this thread. Raises: see `items`."""
+        if self.lease is not None:
+            _this_thread.claim = Claim(self.lease, self.path)

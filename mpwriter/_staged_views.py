@@ -11,16 +11,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from mpwriter._arena import Arena
 from mpwriter._types import Extent
 
-__all__ = ["StagedViews", "views"]
+__all__ = ["StagedViews", "row_major", "views"]
 
 # Saves in flight at the same time have extents of their own; more than this is rare.
 _REMEMBERED = 4
+
+
+class _Known(NamedTuple):
+    offsets: list[int]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    tensors: list[torch.Tensor]
 
 
 class StagedViews:
@@ -31,7 +39,7 @@ class StagedViews:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[Extent, ...], tuple[list[int], list[torch.Tensor]]] = {}
+        self._known: dict[tuple[Extent, ...], _Known] = {}
         self._listening: weakref.WeakSet[Arena] = weakref.WeakSet()
 
     def on(
@@ -44,6 +52,9 @@ class StagedViews:
     ) -> list[torch.Tensor]:
         """One row-major tensor per item of `likes`, of its dtype and shape.
 
+        Each on a storage of its own bytes only: where a planner pickles it, as part of a tuple, a
+        view of the whole segment would take all of its neighbours along.
+
         Args:
             extents: leased.
             packs, offsets: of each tensor, which extent and where in it.
@@ -52,12 +63,18 @@ class StagedViews:
         key = tuple(extents)
         with self._lock:
             known = self._known.pop(key, None)
-            if known is None or known[0] != offsets or not _alike(known[1], likes):
-                known = (offsets, _make(arena, extents, packs, offsets, likes))
+            if (
+                known is None
+                or known.offsets != offsets
+                or not _alike(known.dtypes, known.shapes, likes)
+            ):
+                made = _make(arena, extents, packs, offsets, likes)
+                dtypes, shapes = [t.dtype for t in made], [t.shape for t in made]
+                known = _Known(offsets, dtypes, shapes, made)
             self._known[key] = known
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
-            return known[1]
+            return known.tensors
 
     def forget(self) -> None:
         """Let go of every remembered tensor."""
@@ -73,11 +90,13 @@ class StagedViews:
 views = StagedViews()
 
 
-def _alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    if len(some) != len(others):
+def _alike(
+    dtypes: list[torch.dtype], shapes: list[torch.Size], likes: Sequence[torch.Tensor]
+) -> bool:
+    if len(shapes) != len(likes):
         return False
-    for one, other in zip(some, others, strict=True):
-        if one.dtype is not other.dtype or one.shape != other.shape:
+    for dtype, shape, like in zip(dtypes, shapes, likes, strict=True):
+        if like.dtype is not dtype or like.shape != shape:
             return False
     return True
 
@@ -89,25 +108,27 @@ def _make(
     offsets: list[int],
     likes: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     strides_of: dict[torch.Size, list[int]] = {}
     made = []
     with torch.inference_mode(False):
         for like, pack, within in zip(likes, packs, offsets, strict=True):
             segment, offset, _ = extents[pack]
-            dtype, shape = like.dtype, like.shape
-            base = typed.get((segment, dtype))
-            if base is None:
-                whole = Extent(segment, 0, arena.segment_nbytes(segment))
-                base = typed[(segment, dtype)] = arena.tensor(whole).view(dtype)
+            storage = storages.get(segment)
+            if storage is None:
+                storage = storages[segment] = arena.storage(segment)
+            shape = like.shape
             strides = strides_of.get(shape)
             if strides is None:
-                strides = strides_of[shape] = _row_major(shape)
-            made.append(base.as_strided(shape, strides, (offset + within) // dtype.itemsize))
+                strides = strides_of[shape] = row_major(shape)
+            start = offset + within
+            own: Any = storage[start : start + like.nbytes]
+            made.append(torch.empty(0, dtype=like.dtype, device="cpu").set_(own, 0, shape, strides))
     return made
 
 
-def _row_major(shape: torch.Size) -> list[int]:
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])

@@ -280,7 +280,7 @@ class ItemStream:
                 raise TypeError("safetensors holds plain strided tensors only")
             self._open_bytes(_serialized(tensor), position)
             return
-        _check_memory(tensor)
+        check_memory(tensor)
         spec = self._spec_of(tensor, item)
         if (
             self._ties is not None
@@ -507,7 +507,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _check_memory(tensor: torch.Tensor) -> None:
+def check_memory(tensor: torch.Tensor) -> None:
     """Look that every element is there: copying by address would end the process, or read on.
 
     Meta and zero tensors have no memory; FSDP frees the storage of a tensor that is still there.

@@ -16,7 +16,9 @@ copied to ordinary memory, as the stock stager does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from mpwriter._arena import arena_unavailable_reason, get_arena
 from mpwriter._compat import ShardedTensor, copy_each, inner_tensors, rewrap, with_shards
 from mpwriter._staged_state import StagedLease, StagedState
 from mpwriter._staged_views import views
-from mpwriter._staging import has_plain_memory
+from mpwriter._staging import check_memory, has_plain_memory
 from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
+from mpwriter.errors import StagingError
 
 __all__ = ["StateStaging"]
 
@@ -47,13 +50,20 @@ class StateStaging:
     Args:
         stream_for: copy streams; None for side streams of the tensors' own devices. Each is
             ordered after the trainer's work as of `prepare`.
+        path: where the writer points; noted in the staged state.
     """
 
-    def __init__(self, stream_for: StreamFactory | None = None) -> None:
+    def __init__(
+        self,
+        stream_for: StreamFactory | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._stream_for = stream_for
+        self._path = path
         self._all_on_cpu = True
         self._sources: list[torch.Tensor] = []
         self._first_at: dict[int, int] = {}  # address -> index of the first tensor there
+        self._other_views: dict[tuple[Any, ...], int] = {}  # of such an address -> index
         self._slots: list[int] = []  # index in `_sources` of each tensor met, in walking order
         self._targets: list[torch.Tensor] = []
         self._state: StagedState | None = None
@@ -67,23 +77,35 @@ class StateStaging:
 
         Raises:
             StagingMemoryError: the budget cannot hold the state, or not in time.
-            TypeError: an object cannot be copied; names its key.
+            TypeError, StagingError: a value cannot be copied; names its key.
         """
-        self._collect(state)
-        lease = None
-        if arena_unavailable_reason() is None:
-            lease = self._lease(budget_bytes, timeout_s)
-        else:
-            self._targets = [torch.empty(like.shape, dtype=like.dtype) for like in self._sources]
+        try:
+            self._collect(state)
+        except ValueError as exc:
+            raise _staging_error(_key_of_first_failure(state), exc) from exc
+        lease = self._lease(budget_bytes, timeout_s)
+        try:
+            self._build_state(state, lease)
+        except BaseException:
+            lease.release()  # this frame lives as long as the exception is kept
+            raise
+
+    def _build_state(self, state: Mapping[str, Any], lease: StagedLease) -> None:
         self._met = iter(self._slots)
-        self._state = StagedState((key, self._build(value, key)) for key, value in state.items())
-        self._state.lease = lease
+        self._state = StagedState(self._build_items(state.items(), None))
+        self._state.lease, self._state.path = lease, self._path
         self._memo.clear()
         # Made here, so that they wait for what the caller's streams are at now.
         self._streams = self._open_streams()
-        if lease is not None and self._streams:
+        if self._streams:
             for segment in {extent.segment for extent in lease.extents}:
                 lease.arena.pin(segment)
+
+    def abandon(self) -> None:
+        """Give the memory back: `copy` will not be called."""
+        state, self._state = self._state, None
+        if state is not None and state.lease is not None:
+            state.lease.release()
 
     def _open_streams(self) -> list[CopyStream | None]:
         """One entry per source, None for the CPU's own copies; empty where all are such."""
@@ -97,21 +119,28 @@ class StateStaging:
         """Copy every tensor.
 
         Raises:
-            RuntimeError: a tensor cannot be copied; nothing stays leased.
+            StagingError: a tensor cannot be copied; nothing stays leased.
         """
         state, self._state = self._state, None
         assert state is not None
         recorded: dict[int, CopyStream] = {}
         try:
             self._issue(recorded)
-        except BaseException:
             _settle(recorded)
-            if state.lease is not None:
-                state.lease.release()
+        except BaseException as exc:
+            self._give_up(state, recorded)
+            if isinstance(exc, Exception):
+                raise _staging_error(None, exc) from exc
             raise
-        _settle(recorded)
         self._sources.clear()
         return state
+
+    def _give_up(self, state: StagedState, recorded: Mapping[int, CopyStream]) -> None:
+        try:
+            _settle(recorded)
+        finally:
+            assert state.lease is not None
+            state.lease.release()
 
     def _issue(self, recorded: dict[int, CopyStream]) -> None:
         if self._streams:
@@ -127,11 +156,20 @@ class StateStaging:
             _copy_on_cpu(self._targets, self._sources)
 
     def _lease(self, budget_bytes: int | None, timeout_s: float | None) -> StagedLease:
-        sizes, packs, offsets = _pack([source.nbytes for source in self._sources])
         arena = get_arena()
+        if arena_unavailable_reason() is not None:
+            self._targets = [
+                torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in self._sources
+            ]
+            return StagedLease(arena, ())
+        sizes, packs, offsets = _pack([source.nbytes for source in self._sources])
         extents = arena.lease_many(sizes, budget_bytes=budget_bytes, timeout_s=timeout_s)
         lease = StagedLease(arena, extents)
-        self._targets = views.on(arena, extents, packs, offsets, self._sources)
+        try:
+            self._targets = views.on(arena, extents, packs, offsets, self._sources)
+        except BaseException:
+            lease.release()
+            raise
         return lease
 
     # -- the first walk: note every tensor -----------------------------------------------
@@ -155,20 +193,28 @@ class StateStaging:
         inner = None if type(tensor) in _PLAIN_TYPES else _inner(tensor)
         if inner is not None:
             self._collect_all(inner)
+            return
+        detached = tensor.detach()
+        if type(detached) is torch.Tensor:
+            self._note(detached)
         else:
-            self._note(tensor.detach())
+            self._slots.append(_PRIVATE)  # a subclass that is more than its values
 
     def _note(self, tensor: torch.Tensor) -> None:
         if not has_plain_memory(tensor):
             self._slots.append(_PRIVATE)
             return
+        check_memory(tensor)
         sources = self._sources
         # The caller's state dict holds every storage while we look: equal addresses are equal
         # memory. Empty tensors share the address 0.
         first = self._first_at.setdefault(tensor.data_ptr(), len(sources))
-        if first < len(sources) and _same_view(tensor, sources[first]):
-            self._slots.append(first)
-            return
+        if first < len(sources) and tensor.nbytes:
+            if not _same_view(tensor, sources[first]):
+                first = self._other_views.setdefault(_view_of(tensor), len(sources))
+            if first < len(sources):
+                self._slots.append(first)
+                return
         if not tensor.is_cpu:
             self._all_on_cpu = False
         self._slots.append(len(sources))
@@ -178,23 +224,38 @@ class StateStaging:
 
     def _build(self, value: Any, key: str) -> Any:
         if type(value) in _PLAIN_TYPES:
-            return self._staged(value)
+            return self._staged(value, key)
         if isinstance(value, torch.Tensor):
             inner = _inner(value)
             if inner is not None:
                 return _around(value, [self._build(part, key) for part in inner])
-            return self._staged(value)
+            return self._staged(value, key)
         if isinstance(value, _ATOMIC):
             return value
         if isinstance(value, Mapping):
-            return {k: self._build(inner, key) for k, inner in value.items()}
+            return _mapping_like(value, dict(self._build_items(value.items(), key)))
         if type(value) in (list, tuple):
-            return type(value)(self._build(inner, key) for inner in value)
+            return type(value)(self._build(inner, f"{key}.{n}") for n, inner in enumerate(value))
         return _copied(value, key, self._memo)
 
-    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _build_items(
+        self, items: Iterable[tuple[Any, Any]], key: str | None
+    ) -> Iterator[tuple[Any, Any]]:
+        """`key`: of what holds them; None at the top level."""
+        met, targets = self._met, self._targets
+        for name, value in items:
+            if type(value) in _PLAIN_TYPES:  # most values of a large state: no call for each
+                slot = next(met)
+                if slot != _PRIVATE:
+                    yield name, targets[slot]
+                    continue
+                yield name, _private_copy(value, _join(key, name))
+            else:
+                yield name, self._build(value, _join(key, name))
+
+    def _staged(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         slot = next(self._met)
-        return _private_copy(tensor.detach()) if slot == _PRIVATE else self._targets[slot]
+        return _private_copy(tensor, key) if slot == _PRIVATE else self._targets[slot]
 
 
 # Marks a tensor that is no plain strided one: it is copied to ordinary memory.
@@ -220,6 +281,49 @@ def _around(tensor: torch.Tensor, inner: list[torch.Tensor]) -> torch.Tensor:
     return rewrap(tensor, dict(zip(names, inner, strict=True)))
 
 
+def _mapping_like(original: Mapping[Any, Any], built: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`built` in a mapping of the original's type: a planner may pickle it as part of a tuple."""
+    if type(original) is dict:
+        return built
+    if type(original) is OrderedDict:
+        return OrderedDict(built)
+    if isinstance(original, MutableMapping):
+        try:
+            like = copy.copy(original)
+            for name, value in built.items():  # `update` of a Counter would add
+                like[name] = value
+            return like
+        except Exception:
+            return built
+    return built
+
+
+def _join(key: str | None, name: Any) -> str:
+    return str(name) if key is None else f"{key}.{name}"
+
+
+def _key_of_first_failure(value: Any) -> str:
+    """The key of the first tensor that has no memory to be read."""
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif type(value) in (list, tuple):
+        items = enumerate(value)
+    else:
+        return ""
+    for name, inner in items:
+        try:
+            StateStaging()._collect(inner)
+        except ValueError:
+            return f"{name}.{_key_of_first_failure(inner)}".rstrip(".")
+    return ""
+
+
+def _staging_error(key: str | None, exc: Exception) -> StagingError:
+    what = "the state" if key is None else repr(key)
+    name = type(exc).__name__
+    return StagingError(f"cannot stage {what}: {name}: {exc}", key=key, original_type=name)
+
+
 def _settle(recorded: Mapping[int, CopyStream]) -> None:
     """Wait for every copy under way, also after an error: none may land in memory given back."""
     for stream in recorded.values():
@@ -235,6 +339,19 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and one.is_conj() == other.is_conj()
         and one.is_neg() == other.is_neg()
+    )
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same view of the same memory."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
@@ -286,11 +403,15 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 _COPIED = (torch.complex32, torch.complex64, torch.complex128)
 
 
-def _private_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _private_copy(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """A copy in ordinary memory; what has no values to copy stays as it is."""
-    if tensor.device.type == "meta":
-        return tensor
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    try:
+        tensor = tensor.detach()
+        if tensor.device.type == "meta":
+            return tensor
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    except Exception as exc:
+        raise _staging_error(key, exc) from exc
 
 
 def _copied(value: Any, key: str, memo: dict[int, Any]) -> Any:

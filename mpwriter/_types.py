@@ -145,11 +145,14 @@ class Ack:
 class JobDone:
     """The file is complete, durable if asked for, and under its final name.
 
-    `ranges` has (offset, length) of every item in file order, in bytes of the file.
+    Item n of the file, in its order, lies at `offsets[n]` and is `lengths[n]` bytes long. Two lists
+    of numbers, not one of tuples: 20,000 small objects more in the trainer are enough to set off a
+    full collection of its garbage collector, a quarter of a second.
     """
 
     job: int
-    ranges: list[tuple[int, int]]
+    offsets: list[int]
+    lengths: list[int]
     nbytes: int
     write_s: float  # seconds inside the filesystem's write calls
     crc_s: float

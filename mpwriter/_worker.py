@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import mmap
 import os
 import select
@@ -28,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -195,14 +197,21 @@ def main(fd: int, trainer_pid: int) -> None:
     """Entry of the child: serve `fd` until it closes."""
     _settle(trainer_pid)
     channel = Channel(socket.socket(fileno=fd))
+    exit_code = 0
     try:
         _serve(channel)
     except ChannelClosed:
         pass  # the trainer is gone or wants this process to end
+    except BaseException:
+        # Of no job, or it would have been answered: no memory to map a segment, or a bug.
+        exit_code = 1
+        traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
         # Not sys.exit: threads of a filesystem library may block interpreter shutdown for ever.
-        os._exit(0)
+        os._exit(exit_code)
 
 
 def _serve(channel: Channel) -> None:
@@ -228,6 +237,9 @@ def _settle(trainer_pid: int) -> None:
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    # What a filesystem prints is to be seen when it happens, not when a buffer is full.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()  # a crash inside a client library leaves a trace on the trainer's stderr
     threading.Thread(target=_watch_trainer, args=(trainer_pid,), daemon=True).start()
 

@@ -35,7 +35,7 @@ from mpwriter._planning import shard_rank
 from mpwriter._pool import default_num_workers, get_pool
 from mpwriter._report import EventHandler, SaveReport
 from mpwriter._save import Save
-from mpwriter._staged_state import StagedState
+from mpwriter._staged_state import Claim, StagedState, claim_of_this_thread
 from mpwriter._state_staging import StateStaging
 from mpwriter._storage import Location, locate
 
@@ -285,17 +285,25 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
                 enough of it within `timeout_s`. Nothing was copied.
             StagingError, TypeError: a value cannot be copied; its key is named.
         """
+        # What is over on this thread must not hold memory that this staging may have to wait for.
+        claim_of_this_thread()
+        self._this_thread.save = None
+        self._stagings = [future for future in self._stagings if not future.done()]
         options = self._options
-        staging = StateStaging()
+        staging = StateStaging(path=self._where())
         staging.prepare(state_dict, budget_bytes=options.budget_bytes, timeout_s=options.timeout_s)
-        # A save may outlive the main thread's code, and after that no process can be started.
-        if not has_crossed():
-            get_pool().prepare(options.num_workers)
-        if not self._async_staging:
-            return staging.copy()
+        try:
+            # A save may outlive the main thread's code, and after that no process can be started.
+            if not has_crossed():
+                get_pool().prepare(options.num_workers)
+            return self._copy_in_thread(staging) if self._async_staging else staging.copy()
+        except BaseException:
+            staging.abandon()  # the exception may be kept, and with it this frame
+            raise
+
+    def _copy_in_thread(self, staging: StateStaging) -> StagingFuture[StagedState]:
         if self._staging_thread is None:
             self._staging_thread = ThreadPoolExecutor(1, thread_name_prefix="mpwriter-staging")
-        self._stagings = [future for future in self._stagings if not future.done()]
         self._stagings.append(self._staging_thread.submit(staging.copy))
         return self._stagings[-1]
 
@@ -330,13 +338,24 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         vars(self).update(state)
         self._this_thread = _PerThread()
 
-    def _locate(self) -> Location:
+    def _where(self, claim: Claim | None = None) -> str | os.PathLike[str]:
+        """Where this thread points; a staged state remembers where the one that staged it did."""
         path = self._this_thread.path
-        path = self._path if path is None else path
-        return locate(path, self._storage_options, writable=True)
+        if path is None and claim is not None:
+            path = claim.path
+        return self._path if path is None else path
+
+    def _locate(self, claim: Claim | None = None) -> Location:
+        return locate(self._where(claim), self._storage_options, writable=True)
 
     def _begin(self) -> Save:
-        save = Save(self._locate(), self._options)
+        claim = claim_of_this_thread()
+        try:
+            save = Save(self._locate(claim), self._options, claim=claim)
+        except BaseException:
+            if claim is not None:
+                claim.end()  # the exception may be kept, and with it this frame
+            raise
         self._this_thread.save = save
         return save
 

@@ -8,9 +8,9 @@ program, then ends as every interpreter ends: exit handlers, finalization, exit 
     trainer = host.start(SOURCE, "argument", env={...})
     trainer.wait_for("saved")            a line that it has printed
     trainer.ended()                      exit code; negative: a signal
+    trainer.close()                      kills what is left of its tree
 
-Trainers lead a process group of their own. Their output goes to files. Whatever is left of their
-trees when the test is over is killed.
+Trainers lead a process group of their own. Their output goes to files.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class TrainerHost:
             bufsize=1,
             cwd=REPOSITORY,
         )
-        self._trainers: list[Trainer] = []
+        self._num_started = 0
 
     def start(
         self,
@@ -142,8 +142,11 @@ class TrainerHost:
             folder: for its output.
             env: on top of the environment of the tests.
         """
-        folder = folder / f"trainer{len(self._trainers)}"
+        folder = folder / f"trainer{self._num_started}"
+        self._num_started += 1
         folder.mkdir(parents=True)
+        for name in ("stdout", "stderr"):
+            (folder / name).touch()
         request = {
             "source": textwrap.dedent(source),
             "args": [str(arg) for arg in args],
@@ -151,20 +154,12 @@ class TrainerHost:
             "cwd": str(cwd or folder),
             "env": dict(env or {}),
         }
-        trainer = Trainer(self, self._ask(request), folder)
-        self._trainers.append(trainer)
-        return trainer
+        return Trainer(self, self._ask(request), folder)
 
     def reap(self, pid: int) -> int:
         return self._ask({"reap": pid})
 
-    def close_trainers(self) -> None:
-        for trainer in self._trainers:
-            trainer.close()
-        self._trainers.clear()
-
     def close(self) -> None:
-        self.close_trainers()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
@@ -256,7 +251,7 @@ def _run(request: dict[str, Any]) -> None:
     os.dup2(nowhere, 0)
     os.close(nowhere)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        fd = os.open(folder / name, os.O_WRONLY | os.O_APPEND)
         os.dup2(fd, number)
         os.close(fd)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

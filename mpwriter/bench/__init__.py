@@ -2,11 +2,14 @@
 
 Runs in: trainer (the benchmark's own process). `scripts/benchmark.py` is its command.
 
-    main ---> sync_mode ---> timing, fresh ---> subjects, places ---> states
-     |            `--------> sync_report ---> stats, table, plot
+    main ---> sync_mode ----> timing, fresh -------------------> subjects, places ---> states
+     |            `---------> sync_report ---> stats, table, plot
+     |------> async_mode ---> training, references, checkpoint_process
+     |            |---------> async_subjects ------------------> subjects, places ---> states
+     |            `---------> async_report ---> stats, table, plot
      `------> options, machine
 
-A mode (`sync_mode`) says what is measured, and its report says how that is shown; the other
-modules are shared by all modes. `process_tree` is free of torch and of the package: it also runs
-as a script of its own beside the process that it watches.
+A mode (`sync_mode`, `async_mode`) says what is measured, and its report says how that is shown;
+the other modules are shared by all modes. `process_tree` is free of torch and of the package: it
+also runs as a script of its own beside the process that it watches.
 """

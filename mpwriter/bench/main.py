@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpwriter.bench import async_report, sync_report
+from mpwriter.bench.async_mode import AsyncFigures, measure_async
 from mpwriter.bench.machine import describe_load, describe_machine, redact_command, redact_url
 from mpwriter.bench.options import Options, parse_options
 from mpwriter.bench.places import Place, open_place
-from mpwriter.bench.plot import can_plot, plot_timing
+from mpwriter.bench.plot import can_plot, plot_lost, plot_timing
 from mpwriter.bench.sync_mode import StateFigures, measure_sync
-from mpwriter.bench.sync_report import LEGEND, figures_as_json, findings, state_report
 
 __all__ = ["main"]
 
@@ -57,20 +58,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_sync(options: Options, place: Place) -> dict[str, Any]:
     def report(figures: StateFigures) -> None:
-        print(state_report(figures), flush=True)
+        print(sync_report.state_report(figures), flush=True)
 
-    print(LEGEND)
+    print(sync_report.LEGEND)
     all_figures = measure_sync(options, place, report)
-    lines = findings(all_figures)
-    print("\n".join(lines))
     if options.plot_path:
         plot_timing(all_figures, options.plot_path)
+    states = [sync_report.figures_as_json(figures) for figures in all_figures]
+    return _conclude(options, states, sync_report.findings(all_figures))
+
+
+def _run_async(options: Options, place: Place) -> dict[str, Any]:
+    def report(figures: AsyncFigures) -> None:
+        print(async_report.async_state_report(figures), flush=True)
+
+    print(async_report.LEGEND)
+    all_figures = measure_async(options, place, report)
+    if options.plot_path:
+        plot_lost(all_figures, options.plot_path)
+    states = [async_report.async_figures_as_json(figures) for figures in all_figures]
+    return _conclude(options, states, async_report.async_findings(all_figures))
+
+
+def _conclude(
+    options: Options, states: list[dict[str, Any]], findings: list[str]
+) -> dict[str, Any]:
+    print("\n".join(findings))
     return {
         "quick": options.quick,
         "num_rounds": options.num_rounds,
-        "states": [figures_as_json(figures) for figures in all_figures],
-        "findings": lines,
+        "states": states,
+        "findings": findings,
     }
 
 
-_MODES: dict[str, Callable[[Options, Place], dict[str, Any]]] = {"sync": _run_sync}
+_MODES: dict[str, Callable[[Options, Place], dict[str, Any]]] = {
+    "sync": _run_sync,
+    "async": _run_async,
+}

@@ -14,19 +14,26 @@ from mpwriter.bench.places import parse_storage_options
 from mpwriter.bench.states import STATE_NAMES
 from mpwriter.bench.subjects import FAMILIES
 
-__all__ = ["PASSES", "Options", "parse_options"]
+__all__ = ["CHECKPOINTERS", "PASSES", "Options", "parse_options"]
 
+CHECKPOINTERS = ("thread", "process")
 PASSES = ("timing", "cold", "memory")
 
 _EPILOG = """\
 states:   large  1 GiB in 32 tensors          small  20,000 tensors of 4 KiB
           model  GPT-2 (124M) with AdamW      tiny   one scalar: the fixed cost of a save
+modes:    sync   dcp.save: how long it takes
+          async  dcp.async_save: what it costs a training loop that goes on meanwhile
 families: ours   MPFsspecWriter               fsspec, filesystem   the stock writers of torch
-          plain  the bytes alone: write(2) and fsync
+          plain  the bytes alone: write(2) and fsync (mode sync)
           planning, metadata   DCP with a writer that writes nothing; and pickles .metadata
 passes:   timing the table                    cold   first save of a new process
-          memory peak PSS of trainer and workers (Linux)
+          memory peak PSS of trainer and workers (Linux); all in mode sync
 """
+
+# Where numbers of workers and threads, or the states, are not given.
+_NUMBERS = {"sync": ([1, 2, 4], [1, 2, 4]), "async": ([1, 2], [1, 4])}
+_LEFT_OUT = {"async": ("tiny",)}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,9 @@ class Options:
         mode: which kind of benchmark.
         url: parent directory of the checkpoints; None is the temporary directory.
         storage_options: for the filesystem of `url`.
+        checkpointers: which of CHECKPOINTERS, mode async only.
+        device: where the state and the training loop are, mode async only.
+        passes: which of PASSES, mode sync only.
         num_rounds: counted rounds of the timing pass.
         num_cold_rounds: fresh processes per subject of the cold pass.
         quick: small states.
@@ -53,6 +63,8 @@ class Options:
     families: Sequence[str]
     workers: Sequence[int]
     threads: Sequence[int]
+    checkpointers: Sequence[str]
+    device: str
     passes: Sequence[str]
     num_rounds: int
     num_cold_rounds: int
@@ -79,14 +91,17 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         storage_options = parse_storage_options(given.storage_option)
     except ValueError as error:
         parser.error(str(error))
+    workers, threads = _NUMBERS[given.mode]
     return Options(
         mode=given.mode,
         url=given.url,
         storage_options=storage_options,
-        states=given.states,
+        states=given.states or [n for n in STATE_NAMES if n not in _LEFT_OUT.get(given.mode, ())],
         families=given.families,
-        workers=given.workers,
-        threads=given.threads,
+        workers=given.workers or workers,
+        threads=given.threads or threads,
+        checkpointers=given.checkpointers,
+        device=given.device,
         passes=given.passes or (["timing"] if given.quick else list(PASSES)),
         num_rounds=given.rounds or (2 if given.quick else 5),
         num_cold_rounds=given.cold_rounds or (1 if given.quick else 3),
@@ -127,23 +142,30 @@ def _parser(modes: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_lists(parser: argparse.ArgumentParser) -> None:
-    for option, names, text in (
-        ("--states", STATE_NAMES, "what is saved"),
-        ("--families", FAMILIES, "who saves it"),
+    for option, names, default, text in (
+        ("--states", STATE_NAMES, None, "what is saved"),
+        ("--families", FAMILIES, list(FAMILIES), "who saves it"),
+        ("--checkpointers", CHECKPOINTERS, list(CHECKPOINTERS), "mode async: in a"),
     ):
         parser.add_argument(
-            option, nargs="+", choices=names, default=list(names), metavar="NAME",
+            option, nargs="+", choices=names, default=default, metavar="NAME",
             help=f"{text}, of: {' '.join(names)} (all)",
         )  # fmt: skip
     parser.add_argument(
         "--passes", nargs="+", choices=PASSES, metavar="NAME",
         help=f"what is measured, of: {' '.join(PASSES)} (all; quick: timing)",
     )  # fmt: skip
-    for option, text in (("--workers", "processes of ours"), ("--threads", "threads of stock")):
+    for option, text, numbers in (
+        ("--workers", "processes of ours", "1 2"),
+        ("--threads", "threads of stock", "1 4"),
+    ):
         parser.add_argument(
-            option, nargs="+", type=_count, default=[1, 2, 4], metavar="N",
-            help=f"numbers of {text} (1 2 4)",
+            option, nargs="+", type=_count, metavar="N",
+            help=f"numbers of {text} (sync: 1 2 4; async: {numbers})",
         )  # fmt: skip
+    parser.add_argument(
+        "--device", default="cpu", help="mode async: where state and training are (%(default)s)"
+    )
 
 
 def _count(text: str) -> int:

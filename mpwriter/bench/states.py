@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["STATE_NAMES", "BenchState", "build_state", "gpt2_shapes", "measure_state"]
+__all__ = [
+    "STATE_NAMES",
+    "BenchState",
+    "build_state",
+    "gpt2_shapes",
+    "measure_state",
+    "nested",
+    "on_device",
+]
 
 STATE_NAMES = ("large", "small", "model", "tiny")
 _FLOAT32_BYTES = 4
@@ -67,6 +75,20 @@ def measure_state(name: str, state_dict: dict[str, Any]) -> BenchState:
     """Count the tensors of `state_dict` and their bytes."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors_of(state_dict)]
     return BenchState(name, state_dict, len(sizes), sum(sizes))
+
+
+def nested(state: BenchState) -> BenchState:
+    """The state as trainers save it, `{"model": {...}}`; unchanged where it is nested already."""
+    if all(isinstance(member, Mapping) for member in state.state_dict.values()):
+        return state
+    return measure_state(state.name, {"model": state.state_dict})
+
+
+def on_device(state: BenchState, device: str) -> BenchState:
+    """The state with its tensors on `device`; itself where that is the CPU."""
+    if device == "cpu":
+        return state
+    return measure_state(state.name, _moved(state.state_dict, device))
 
 
 def gpt2_shapes(
@@ -163,6 +185,14 @@ def _model(quick: bool) -> dict[str, Any]:
 def _tiny(quick: bool) -> dict[str, Any]:
     del quick  # there is nothing smaller
     return {"step": torch.tensor(1000)}
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(member, device) for name, member in value.items()}
+    return value
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -25,8 +25,13 @@ def trainer_host() -> Iterator[TrainerHost]:
 def start_trainer(trainer_host: TrainerHost, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Start a trainer of this test: `start_trainer(source, *args, cwd=, env=)`."""
 
+    started: list[Trainer] = []
+
     def start(*args: object, **options: object) -> Trainer:
-        return trainer_host.start(*args, folder=tmp_path / "output", **options)  # type: ignore
+        trainer = trainer_host.start(*args, folder=tmp_path / "output", **options)  # type: ignore
+        started.append(trainer)
+        return trainer
 
     yield start
-    trainer_host.close_trainers()
+    for trainer in started:
+        trainer.close()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.witness import witnessed
 from tests.saves import assert_holds, names_in, save, small_state, worker_pids
-from tests.trainers import REPOSITORY, WATCHDOG_S, Trainer
+from tests.trainers import REPOSITORY, WATCHDOG_S, Trainer, TrainerHost
 
 # Not guarded by `if __name__ == "__main__"`.
 _PROGRAM = """
@@ -223,7 +223,9 @@ _KINDS_OF_CHILDREN = {
 
 
 @pytest.fixture(scope="module")
-def in_children(trainer_host: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def in_children(
+    trainer_host: TrainerHost, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, Trainer]]]:
     base = tmp_path_factory.mktemp("children")
     started = {}
     for method, kinds in _KINDS_OF_CHILDREN.items():
@@ -233,6 +235,8 @@ def in_children(trainer_host: Any, tmp_path_factory: pytest.TempPathFactory) -> 
             _IN_CHILD, base / method, method, *asked, folder=base / "output"
         )
     yield base, started
+    for trainer in started.values():
+        trainer.close()
 
 
 @pytest.mark.parametrize("method", list(_KINDS_OF_CHILDREN))

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mpwriter import FsspecReader, MPFsspecWriter, SerializationFormat
 from mpwriter._safetensors import SAFETENSORS_DTYPES
@@ -36,11 +37,18 @@ State = dict[str, Any]
 
 # DCP's own planning refuses bits8 and its kin.
 _DTYPES = [getattr(torch, name) for name in stock_dtypes() if not name.startswith("bits")]
-_SAFE_DTYPES = [getattr(torch, name) for name in SAFETENSORS_DTYPES if hasattr(torch, name)]
+# Stock keeps strides in its files, and torch copies this one only where it is contiguous.
+_COPIED_DTYPES = [dtype for dtype in _DTYPES if str(dtype) != "torch.float4_e2m1fn_x2"]
+# A 0-d float4 is refused: the format counts its elements in pairs along the last dimension.
+_SAFE_DTYPES = [
+    getattr(torch, name)
+    for name in SAFETENSORS_DTYPES
+    if hasattr(torch, name) and name != "float4_e2m1fn_x2"
+]
 _FLIPPABLE = (torch.complex32, torch.complex64, torch.complex128)
 
 _examples = settings(
-    max_examples=60,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -48,7 +56,6 @@ _examples = settings(
 # -- states ------------------------------------------------------------------------------------
 
 _sizes = st.one_of(st.integers(0, 5), st.sampled_from([1, 7, 8, 9, 31, 64, 65]))
-_shapes = st.lists(_sizes, max_size=4).map(_cut := lambda dims: tuple(_within(dims, 8000)))
 
 
 def _within(dims: list[int], limit: int) -> Iterator[int]:
@@ -58,6 +65,9 @@ def _within(dims: list[int], limit: int) -> Iterator[int]:
         size = size if total * max(1, size) <= limit else 1
         total *= max(1, size)
         yield size
+
+
+_shapes = st.lists(_sizes, max_size=4).map(lambda sizes: tuple(_within(sizes, 8000)))
 
 
 @st.composite
@@ -117,12 +127,35 @@ _objects = st.recursive(
     max_leaves=6,
 )
 
+
+class _Printable:
+    """Holds a state; torch cannot print every tensor, and nobody wants to read thousands."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return _described(self.state)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        place = f"{value.data_ptr():#x}"
+        flags = "conj " * value.is_conj() + "neg " * value.is_neg()
+        return f"<{value.dtype} {tuple(value.shape)} {value.stride()} {flags}at {place}>"
+    if isinstance(value, dict):
+        return str({key: _Printable(entry) for key, entry in value.items()})
+    if isinstance(value, list):
+        return str([_Printable(entry) for entry in value])
+    return repr(value)[:80]
+
+
 # No dots: DCP joins the keys of a path with them, and refuses two paths that come out alike.
 _keys = st.text(max_size=12).map(lambda key: key.replace(".", "_"))
 
 
 @st.composite
-def _states(draw: st.DrawFn, dtypes: list[torch.dtype] = _DTYPES, *, objects: bool = True) -> State:
+def _states(draw: st.DrawFn, dtypes: list[torch.dtype] = _DTYPES) -> _Printable:
     """Nested; some tensors are tied, and some are views of others."""
     seen: list[torch.Tensor] = []
 
@@ -143,18 +176,20 @@ def _states(draw: st.DrawFn, dtypes: list[torch.dtype] = _DTYPES, *, objects: bo
 
     def value(depth: int) -> Any:
         kinds = ["tensor", "tensor", "tensor"]
-        kinds += ["object", "object"] * objects + ["dict", "list"] * (depth < 2)
+        kinds += ["object", "object"] + ["dict", "list"] * (depth < 2)
         kind = draw(st.sampled_from(kinds))
         if kind == "tensor":
             return tensor()
         if kind == "object":
             return draw(_objects)
         if kind == "dict":
-            return {key: value(depth + 1) for key in draw(st.lists(_keys, unique=True, max_size=4))}
+            # Stock loses count where an empty dict is inside a list.
+            keys = st.lists(_keys, unique=True, min_size=min(1, depth), max_size=4)
+            return {key: value(depth + 1) for key in draw(keys)}
         return [tensor(), *(value(depth + 1) for _ in range(draw(st.integers(0, 3))))]
 
     keys = draw(st.lists(_keys, unique=True, max_size=8))
-    return {key: value(0) for key in keys}
+    return _Printable({key: value(0) for key in keys})
 
 
 # -- ways to write it ----------------------------------------------------------------------------
@@ -177,8 +212,12 @@ def _writer_options(draw: st.DrawFn) -> dict[str, Any]:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
+    """A place for a checkpoint; what DCP raises becomes an exception that Hypothesis shrinks."""
     with tempfile.TemporaryDirectory() as name:
-        yield Path(name) / "checkpoint"
+        try:
+            yield Path(name) / "checkpoint"
+        except CheckpointException as error:
+            raise AssertionError(str(error)) from None
 
 
 def _tensor_leaves(value: Any) -> list[torch.Tensor]:
@@ -198,10 +237,10 @@ def _facts(state: State) -> list[Any]:
 
 
 @_examples
-@given(state=_states(), options=_writer_options())
-def test_load_gives_back_what_was_saved(state: State, options: dict[str, Any]) -> None:
+@given(case=_states(), options=_writer_options())
+def test_load_gives_back_what_was_saved(case: _Printable, options: dict[str, Any]) -> None:
     """By our reader and both of stock; and the state is as it was."""
-    note(f"{options}")
+    state = case.state
     before = _facts(state)
     with _folder() as path:
         writer = MPFsspecWriter(path, **options)
@@ -216,9 +255,14 @@ def test_load_gives_back_what_was_saved(state: State, options: dict[str, Any]) -
 
 
 @_examples
-@given(state=_states(), writer=st.sampled_from(sorted(STOCK_WRITERS)), verify=st.booleans())
-def test_load_gives_back_what_stock_saved(state: State, writer: str, verify: bool) -> None:
+@given(
+    case=_states(_COPIED_DTYPES),
+    writer=st.sampled_from(sorted(STOCK_WRITERS)),
+    verify=st.booleans(),
+)
+def test_load_gives_back_what_stock_saved(case: _Printable, writer: str, verify: bool) -> None:
     """FsspecWriter with one thread and with four, FileSystemWriter."""
+    state = case.state
     with _folder() as path:
         save_with(STOCK_WRITERS[writer](path), state)
         assert_same(load_into(blank(state), FsspecReader(path, verify=verify)), state)
@@ -226,16 +270,15 @@ def test_load_gives_back_what_stock_saved(state: State, writer: str, verify: boo
 
 @_examples
 @given(
-    states=st.lists(_states(), min_size=2, max_size=3),
+    cases=st.lists(_states(), min_size=2, max_size=3),
     options=st.lists(_writer_options(), min_size=3, max_size=3),
-    retried=st.booleans(),
 )
 def test_load_gives_back_the_last_when_saved_over_each_other(
-    states: list[State], options: list[dict[str, Any]], retried: bool
+    cases: list[_Printable], options: list[dict[str, Any]]
 ) -> None:
     """Nothing of an earlier save is mixed in or left behind."""
     with _folder() as path:
-        for state, chosen in zip(states, options):
+        for state, chosen in zip([case.state for case in cases], options):
             save_with(MPFsspecWriter(path, **chosen), state)
             assert_same(load_into(blank(state), FsspecReader(path)), state)
         places = FsspecReader(path).read_metadata().storage_data
@@ -244,26 +287,24 @@ def test_load_gives_back_the_last_when_saved_over_each_other(
 
 @_examples
 @given(
-    state=_states(_SAFE_DTYPES),
-    tensors=_states(_SAFE_DTYPES, objects=False),
+    case=_states(_SAFE_DTYPES),
     options=_writer_options(),
 )
 def test_load_gives_back_what_was_saved_as_safetensors(
-    state: State, tensors: State, options: dict[str, Any]
+    case: _Printable, options: dict[str, Any]
 ) -> None:
     """By our reader; every tensor by the safetensors package, too."""
-    for value in (state, tensors):
-        note(f"{options}")
-        with _folder() as path:
-            writer = MPFsspecWriter(
-                path, serialization_format=SerializationFormat.SAFETENSORS, **options
-            )
-            save_with(writer, value)
-            assert_same(load_into(blank(value), FsspecReader(path)), value)
-            stored = [
-                bits(tensor)
-                for name in shard_names(path)
-                if name.endswith(".safetensors")
-                for tensor in safetensors.torch.load_file(path / name).values()
-            ]
-            assert sorted(stored) == sorted(bits(leaf) for leaf in _tensor_leaves(value))
+    state = case.state
+    with _folder() as path:
+        writer = MPFsspecWriter(
+            path, serialization_format=SerializationFormat.SAFETENSORS, **options
+        )
+        save_with(writer, state)
+        assert_same(load_into(blank(state), FsspecReader(path)), state)
+        stored = [
+            bits(tensor)
+            for name in shard_names(path)
+            if name.endswith(".safetensors")
+            for tensor in safetensors.torch.load_file(path / name).values()
+        ]
+        assert sorted(stored) == sorted(bits(leaf) for leaf in _tensor_leaves(state))

@@ -14,6 +14,7 @@ from mpwriter import FsspecReader, MPFsspecWriter
 from mpwriter._compat import StockFsspecReader, StockFsspecWriter
 from tests.states import (
     assert_loads_everywhere,
+    assert_same,
     bits,
     blank,
     load_into,
@@ -155,3 +156,20 @@ def test_save_keeps_tensors_of_odd_origin(checkpoint_dir: Path) -> None:
     }
     save_with(MPFsspecWriter(checkpoint_dir, num_workers=1), state)
     assert_loads_everywhere(checkpoint_dir, state)
+
+
+def test_load_takes_what_stock_put_at_an_odd_offset(tmp_path: Path) -> None:
+    """E05: torch ends the process where it copies complex128 from such an address."""
+    residues = set()
+    for length in range(24):
+        state = {
+            "text": "x" * length,
+            **{f"{number}": random_bits(torch.complex128, (number,)) for number in range(1, 5)},
+            **{f"odd{number}": random_bits(torch.uint8, (number,)) for number in range(1, 5)},
+        }
+        path = tmp_path / str(length)
+        save_with(StockFsspecWriter(path, sync_files=False), state)
+        places = FsspecReader(path).read_metadata().storage_data
+        residues |= {place.offset % 16 for place in places.values()}
+        assert_same(load_into(blank(state), FsspecReader(path)), state)
+    assert len(residues) > 8

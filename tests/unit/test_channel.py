@@ -44,15 +44,15 @@ def test_receive_returns_nothing_when_half_a_frame_has_arrived() -> None:
 
 def test_send_does_not_block_when_the_peer_does_not_read(pair: tuple[Channel, Channel]) -> None:
     left, right = pair
-    ranges = [(number, number) for number in range(200_000)]
-    left.send(JobDone(1, ranges, 0, 0.0, 0.0, 0.0, 0.0))
+    done = JobDone(1, list(range(200_000)), list(range(200_000)), 0, 0.0, 0.0, 0.0, 0.0)
+    left.send(done)
     assert left.wants_write
     received: list[object] = []
     while not received:
         left.flush()
         received = list(right.receive())
     assert not left.wants_write
-    assert received == [JobDone(1, ranges, 0, 0.0, 0.0, 0.0, 0.0)]
+    assert received == [done]
 
 
 def test_receive_raises_when_the_peer_has_closed(pair: tuple[Channel, Channel]) -> None:
