@@ -22,7 +22,8 @@ from typing import Any, Protocol
 import torch
 
 from mpwriter._arena import Arena
-from mpwriter._staging import MIN_SLOT_BYTES, Batch, ItemStream, Slot
+from mpwriter._staging import Batch, ItemStream
+from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
 from mpwriter._types import AbortJob, Ack, EndJob, Extent, ItemSpec, Message, Put, StartJob
 from mpwriter._worker import JobServer
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterator
 
 import psutil
 
@@ -139,15 +139,14 @@ class WorkerProcess:
         cores_before, self._quiet = self._quiet[1], (niceness, cores)
         if cores_before and not cores:  # another writer has kept it to some
             cores = os.sched_getaffinity(0)
-        try:
-            if cores:
-                os.sched_setaffinity(self.pid, cores)
+        with _tolerated(self.number):
             if niceness > os.getpriority(os.PRIO_PROCESS, self.pid):
                 os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
                 process = psutil.Process(self.pid)
                 process.ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_BEST_EFFORT)
-        except (OSError, psutil.Error) as exc:
-            logger.debug("worker %d keeps its priority or cores: %s", self.number, exc)
+        with _tolerated(self.number):
+            if cores:
+                os.sched_setaffinity(self.pid, cores)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -203,6 +202,14 @@ class WorkerProcess:
             signal_name=signal_name,
             path=path,
         )
+
+
+@contextlib.contextmanager
+def _tolerated(number: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, psutil.Error) as exc:
+        logger.debug("worker %d keeps its priority or cores: %s", number, exc)
 
 
 def _signal_name(exit_code: int | None) -> str | None:

@@ -37,7 +37,9 @@ from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
 from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
 from mpwriter._staged_state import Claim
-from mpwriter._staging import ItemStream, TieTable, tensor_spec
+from mpwriter._staging import ItemStream
+from mpwriter._staging_kinds import tensor_spec
+from mpwriter._staging_ties import TieTable
 from mpwriter._storage import (
     Location,
     as_storage_error,

@@ -27,7 +27,7 @@ from mpwriter._arena import arena_unavailable_reason, get_arena
 from mpwriter._compat import ShardedTensor, copy_each, inner_tensors, rewrap, with_shards
 from mpwriter._staged_state import StagedLease, StagedState
 from mpwriter._staged_views import views
-from mpwriter._staging import check_memory, has_plain_memory
+from mpwriter._staging_kinds import check_memory, has_plain_memory
 from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
 from mpwriter.errors import StagingError
 

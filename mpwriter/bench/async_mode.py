@@ -141,13 +141,13 @@ def timed_async_save(
         saver: holds the state.
         url: of the checkpoint.
         loop: trains on this thread.
-        idle_s: seconds of training before the call, to compare with.
+        idle_s: seconds of training before the call, to compare with; more on a busy machine.
 
     Raises:
         Whatever the call or the save raises; StillRunningError when it does not end.
     """
     gc.collect()  # what earlier saves left is not this one's to clean up
-    idle = loop.run_for(idle_s)
+    idle = loop.run_calm(idle_s)
     ends: dict[str, float] = {}
     began = time.perf_counter()
     started = saver.start(subject, url)

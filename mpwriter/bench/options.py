@@ -31,9 +31,11 @@ passes:   timing the table                    cold   first save of a new process
           memory peak PSS of trainer and workers (Linux); all in mode sync
 """
 
-# Where numbers of workers and threads, or the states, are not given.
-_NUMBERS = {"sync": ([1, 2, 4], [1, 2, 4]), "async": ([1, 2], [1, 4])}
+# Where the states, the numbers of workers and of threads, or the rounds are not given.
 _LEFT_OUT = {"async": ("tiny",)}
+_NUMBERS = {"sync": ([1, 2, 4], [1, 2, 4]), "async": ([1, 2], [1, 4])}
+_QUICK_NUMBERS = {"async": ([2], [1])}
+_QUICK_ROUNDS = {"sync": 2, "async": 1}
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
     except ValueError as error:
         parser.error(str(error))
     workers, threads = _NUMBERS[given.mode]
+    if given.quick:
+        workers, threads = _QUICK_NUMBERS.get(given.mode, (workers, threads))
     return Options(
         mode=given.mode,
         url=given.url,
@@ -103,7 +107,7 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         checkpointers=given.checkpointers,
         device=given.device,
         passes=given.passes or (["timing"] if given.quick else list(PASSES)),
-        num_rounds=given.rounds or (2 if given.quick else 5),
+        num_rounds=given.rounds or (_QUICK_ROUNDS[given.mode] if given.quick else 5),
         num_cold_rounds=given.cold_rounds or (1 if given.quick else 3),
         quick=given.quick,
         verify=given.verify,
@@ -135,7 +139,11 @@ def _parser(modes: Sequence[str]) -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write every figure to FILE")
     add("--plot", metavar="FILE.png", help="draw the timings (needs matplotlib)")
     add("--seed", type=int, default=0, help="of the order within a round (%(default)s)")
-    add("--rounds", type=_count, help="counted rounds, after one that warms up (5; quick: 2)")
+    add(
+        "--rounds",
+        type=_count,
+        help="counted rounds after the first (5; quick: 2, async 1)",
+    )
     add("--cold-rounds", type=_count, help="new processes per writer (3; quick: 1)")
     _add_lists(parser)
     return parser

@@ -12,7 +12,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from mpwriter._staging import MIN_SLOT_BYTES, Batch, ItemStream, Slot, TieTable
+from mpwriter._staging import Batch, ItemStream
+from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
+from mpwriter._staging_ties import TieTable
 from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
 from mpwriter.errors import StagingError
 
