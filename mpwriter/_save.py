@@ -11,13 +11,11 @@ Runs in: trainer, in the thread that saves.
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,32 +25,31 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mpwriter import _metadata
 from mpwriter._arena import arena_unavailable_reason, get_arena
-from mpwriter._compat import DCP_VERSION, storage_info
+from mpwriter._compat import DCP_VERSION
 from mpwriter._faults import stale_shard_names
 from mpwriter._feed import FeedSettings, JobFeed
 from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
-from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
+from mpwriter._planning import item_nbytes
 from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
 from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
+from mpwriter._save_jobs import Payload, job_starter, plan_jobs, results_of
 from mpwriter._staged_state import Claim
 from mpwriter._staging import ItemStream
-from mpwriter._staging_kinds import tensor_spec
 from mpwriter._staging_ties import TieTable
 from mpwriter._storage import (
     Location,
     as_storage_error,
     file_exists,
     make_directories,
-    pickled_filesystem,
     read_file,
     refusal,
     remove_files,
     warn_unless_atomic,
 )
 from mpwriter._streams import StreamFactory, accelerator_stream
-from mpwriter._types import JobDone, StartJob
+from mpwriter._types import JobDone
 from mpwriter.errors import CheckpointExistsError, MPWriterError
 
 __all__ = ["Save"]
@@ -165,13 +162,15 @@ class Save:
         self._times.plan_s = begin_s - self._times.begin_s
         ties = TieTable()
         try:
-            jobs = self._jobs(items)
+            jobs = plan_jobs(
+                items, self._options, rank=self.rank, save_id=self.save_id, child=self._child
+            )
             done = self._run(jobs, items, planner, ties)
         except BaseException as exc:
             self._fail(exc)
             raise
         self._give_back()
-        results = self._results(jobs, items, ties, done)
+        results = results_of(jobs, items, ties, done, self._options.descriptors)
         self._times.write_s = time.perf_counter() - begin_s
         try:
             self._summarize(done)
@@ -182,35 +181,6 @@ class Save:
         if not (self.is_coordinator or not self.use_collectives):
             self._conclude()
         return results
-
-    def _jobs(self, items: Sequence[WriteItem]) -> list[Job]:
-        jobs: list[Job] = []
-        for positions, safetensors in self._buckets(items):
-            name = shard_name(self.rank, len(jobs), self.save_id, safetensors=safetensors)
-            job = Job(len(jobs), self._child(name), name, positions)
-            if safetensors:
-                _plan_safetensors(job, items)
-            jobs.append(job)
-        return jobs
-
-    def _buckets(self, items: Sequence[WriteItem]) -> list[tuple[list[int], bool]]:
-        kinds: list[tuple[list[int], bool]] = [(list(range(len(items))), False)]
-        if self._options.safetensors:
-            is_bytes = [item.type == WriteItemType.BYTE_IO for item in items]
-            kinds = [
-                ([n for n, raw in enumerate(is_bytes) if raw], False),
-                ([n for n, raw in enumerate(is_bytes) if not raw], True),
-            ]
-        buckets: list[tuple[list[int], bool]] = []
-        for positions, safetensors in kinds:
-            if not self._options.single_file_per_rank:
-                buckets += [([position], safetensors) for position in positions]
-                continue
-            num = 1 if self._options.safetensors and not safetensors else self._options.num_workers
-            chosen = [items[position] for position in positions]
-            for bucket in split_into_buckets(chosen, num):
-                buckets.append(([positions[n] for n in bucket], safetensors))
-        return buckets
 
     def _run(
         self,
@@ -263,7 +233,13 @@ class Save:
             niceness=_NICENESS if self._claim and options.background_priority else 0,
             worker_cores=options.worker_cores,
             trainer_reason=reason,
-            start=self._starter(reason is not None, extended),
+            start=job_starter(
+                self.location.fs,
+                options,
+                token=self.save_id[:8],
+                in_trainer_only=reason is not None,
+                extended=extended,
+            ),
             warn=_warn_once,
             **callbacks,
         )
@@ -274,63 +250,6 @@ class Save:
             or (self._options.extensions_refusal if extended else None)
             or arena_unavailable_reason()
         )
-
-    def _starter(
-        self, in_trainer_only: bool, extended: bool
-    ) -> Callable[[Job, int, bool], StartJob]:
-        fs, options = self.location.fs, self._options
-        own = (fs, options.extensions if extended else ())
-        pickled: tuple[Any, Any] = (None, None)
-        if not in_trainer_only:
-            pickled = (pickled_filesystem(fs), options.pickled_extensions if extended else None)
-        cwd, umask = _current_directory(), _current_umask()
-
-        def start(job: Job, attempt: int, in_trainer: bool) -> StartJob:
-            filesystem, extensions = own if in_trainer else pickled
-            return StartJob(
-                job=attempt,
-                filesystem=filesystem,
-                path=job.path,
-                token=self.save_id[:8],
-                sync_files=options.sync_files,
-                cwd=cwd,
-                umask=umask,
-                container=job.container,
-                extensions=extensions,
-                header=job.header,
-                offsets=job.offsets,
-            )
-
-        return start
-
-    def _results(
-        self,
-        jobs: list[Job],
-        items: Sequence[WriteItem],
-        ties: TieTable,
-        done: dict[int, JobDone],
-    ) -> list[WriteResult]:
-        descriptors = self._options.descriptors
-        results: list[WriteResult] = []
-        index_of: dict[int, int] = {}  # position -> place in `results`, for ties only
-        for job in jobs:
-            if job.number not in done:
-                continue
-            said = done[job.number]
-            if ties.owner_of:
-                start = len(results)
-                index_of.update((n, start + i) for i, n in enumerate(job.written))
-            for position, offset, length in zip(
-                job.written, said.offsets, said.lengths, strict=True
-            ):
-                place = storage_info(job.relative_path, offset, length, descriptors)
-                results.append(WriteResult(items[position].index, length, place))
-        for position, owner in ties.owner_of.items():
-            stored = results[index_of[owner]]
-            results.append(
-                WriteResult(items[position].index, stored.size_in_bytes, stored.storage_data)
-            )
-        return results
 
     # -- commit --------------------------------------------------------------------------
 
@@ -369,7 +288,7 @@ class Save:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
         settings = self._settings(
             extended=False,
-            stream=lambda job: ItemStream(items, [0], _Payload(payload), None, self._stream_for),
+            stream=lambda job: ItemStream(items, [0], Payload(payload), None, self._stream_for),
             remove=lambda job: None,
             sweep=self._remove_temporary,
             on_bytes=lambda nbytes: None,
@@ -513,70 +432,9 @@ class Save:
             )
 
 
-class _Payload(SavePlanner):
-    """Resolves the one item of a file that is written as it is."""
-
-    def __init__(self, payload: bytes) -> None:
-        self._payload = payload
-
-    def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
-        return io.BytesIO(self._payload)
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("there is nothing to plan")
-
-    create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
-
-
 # Of workers while the trainer trains: at 10 they get a tenth of a core that both want.
 # Source: sched_prio_to_weight of Linux, 110 against 1024.
 _NICENESS = 10
 
 # The size of a bytes item is not known before it is resolved: room enough for most.
 _BYTES_WINDOW_BYTES = 8 << 20
-
-
-def _plan_safetensors(job: Job, items: Sequence[WriteItem]) -> None:
-    """Fix the file's header, which comes before the first byte of any tensor.
-
-    Tensors of larger elements first: the format allows no gaps, so that each is then aligned.
-    """
-    tensors = {}
-    for position in job.positions:
-        tensor = items[position].tensor_data
-        assert tensor is not None
-        tensors[position] = tensor
-    job.container = "safetensors"
-    job.positions.sort(key=lambda position: -tensors[position].properties.dtype.itemsize)
-    taken: set[str] = set()
-    specs = []
-    for position in job.positions:
-        tensor, item = tensors[position], items[position]
-        key, chunk = item.index.fqn, tensor.chunk
-        if key in taken:  # a further shard of the same tensor on this rank
-            key += "@" + ",".join(map(str, chunk.offsets))
-        taken.add(key)
-        specs.append(tensor_spec(tensor.properties.dtype, chunk.sizes, item_nbytes(item), key))
-    job.header = tuple(specs)
-    job.offsets = tuple(tuple(tensors[position].chunk.offsets) for position in job.positions)
-
-
-def _current_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # removed under the trainer
-        return "/"
-
-
-def _current_umask() -> int:
-    """The umask, without setting it: os.umask() would change it for other threads meanwhile."""
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            for line in status:
-                if line.startswith("Umask:"):
-                    return int(line.split()[1], 8)
-    except OSError:
-        pass
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
