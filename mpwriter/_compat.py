@@ -71,6 +71,7 @@ __all__ = [
     "inner_tensors",
     "map_shared_storage",
     "narrow_tensor_by_index",
+    "reduce_storage",
     "rewrap",
     "storage_info",
     "with_shards",
@@ -168,3 +169,35 @@ def end_checkpoint_process() -> None:
     DCP itself never does: a process that has died fails every save that follows.
     """
     _async_process_executor._CHECKPOINT_PROCESS = None  # its __del__ asks it to end, and waits
+
+
+# -- pickling ----------------------------------------------------------------------------------
+
+
+def reduce_storage(value: object) -> tuple[Any, ...] | None:
+    """How to pickle the CPU storage of a tensor, bytes and all; None for everything else.
+
+    torch's own way for tensors that are pickled, but not by torch.save, cannot be undone for those
+    of the newer dtypes (uint16, float8): `_rebuild_tensor_v3` wants the typed storage that only
+    torch.load makes. Seen in 2.7 to 2.13.
+    """
+    storage: Any = value
+    if isinstance(value, torch.storage.TypedStorage):
+        return _typed_storage, (storage.untyped(), storage.dtype)
+    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+        content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return _storage_of, (content.numpy().tobytes(),)
+    return None
+
+
+def _typed_storage(storage: Any, dtype: torch.dtype) -> Any:
+    make: Any = torch.storage.TypedStorage
+    return make(wrap_storage=storage.untyped(), dtype=dtype, _internal=True)
+
+
+def _storage_of(content: bytes) -> Any:
+    make: Any = torch.storage.TypedStorage
+    tensor = torch.empty(0, dtype=torch.uint8)
+    if content:  # torch.frombuffer wants some
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return make(wrap_storage=tensor.untyped_storage(), dtype=torch.uint8, _internal=True)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpwriter._arena import get_arena
+from mpwriter._compat import reduce_storage
 from mpwriter._segment import AdoptedSegment
 from mpwriter._staged_state import Lease, StagedState
 from mpwriter._staged_views import row_major
@@ -69,6 +70,9 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.segments: set[int] = set()
+
+    def reducer_override(self, value: Any) -> Any:
+        return reduce_storage(value) or NotImplemented
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:

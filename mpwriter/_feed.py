@@ -18,7 +18,7 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -302,9 +302,10 @@ class JobFeed:
             if isinstance(lane.peer, WorkerProcess):
                 wants = select.POLLIN | (select.POLLOUT if lane.peer.wants_write else 0)
                 poll.register(lane.peer, wants)
-        poll.poll(self._until_retry_s() * 1000)
+        events = poll.poll(self._until_retry_s() * 1000)
+        heard = {fd for fd, event in events if event != select.POLLOUT}
         for lane in list(self._lanes):
-            self._visit(lane, self._look_after)
+            self._visit(lane, partial(self._look_after, heard))
 
     def _until_retry_s(self) -> float:
         """How long to sleep at most: until the next retry is due, or for a tick."""
@@ -312,11 +313,13 @@ class JobFeed:
         pauses = [lane.retry_at_s - now_s for lane in self._lanes if lane.retry_at_s > now_s]
         return min(_TICK_S, *pauses) if pauses else _TICK_S
 
-    def _look_after(self, lane: Lane) -> bool:
+    def _look_after(self, heard: Container[int], lane: Lane) -> bool:
         if isinstance(lane.peer, WorkerProcess):
             lane.peer.flush()
             silent_s = time.monotonic() - lane.progress_s
-            if lane.outstanding and silent_s > self._settings.timeout_s:
+            # What is heard has not been read yet. This process may have been stopped meanwhile.
+            silent = silent_s > self._settings.timeout_s and lane.peer.fileno() not in heard
+            if lane.outstanding and silent:
                 raise self._timeout(lane)
         return False
 

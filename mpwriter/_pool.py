@@ -218,7 +218,7 @@ def shutdown(timeout_s: float = 10) -> None:
         pool = _pool
     if pool is not None:
         pool.shutdown(timeout_s)
-        get_arena().trim()
+    get_arena().trim()
 
 
 def _forget_after_fork() -> None:

@@ -365,14 +365,14 @@ def _pack(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
     extents: list[int] = []
     packs: list[int] = []
     offsets: list[int] = []
-    open_pack, used = -1, _PACK_BYTES
+    open_pack, used = -1, 0
     for size in sizes:
         if size > _PACKED_BYTES:
             packs.append(len(extents))
             offsets.append(0)
             extents.append(size)
             continue
-        if used + size > _PACK_BYTES:
+        if open_pack < 0 or used + size > _PACK_BYTES:
             open_pack, used = len(extents), 0
             extents.append(0)
         packs.append(open_pack)

@@ -180,7 +180,7 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
             raise NotImplementedError("async_staging needs a torch that has AsyncSaveResponse")
         self._async_staging = async_staging
         self._staging_thread: ThreadPoolExecutor | None = None
-        self._stagings: list[StagingFuture[StagedState]] = []
+        self._stagings: list[StagingFuture[None]] = []
         self._storage_options = storage_options
         self._path: str | os.PathLike[str] = path
         location = locate(path, storage_options, writable=True)
@@ -304,8 +304,9 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
     def _copy_in_thread(self, staging: StateStaging) -> StagingFuture[StagedState]:
         if self._staging_thread is None:
             self._staging_thread = ThreadPoolExecutor(1, thread_name_prefix="mpwriter-staging")
-        self._stagings.append(self._staging_thread.submit(staging.copy))
-        return self._stagings[-1]
+        future = self._staging_thread.submit(staging.copy)
+        self._stagings.append(_without_result(future))
+        return future
 
     def synchronize_staging(self) -> None:
         """Wait until every staging of this writer is done and its tensors may change.
@@ -361,6 +362,18 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
 
     def _current(self) -> Save:
         return self._this_thread.save or self._begin()
+
+
+def _without_result(future: StagingFuture[StagedState]) -> StagingFuture[None]:
+    """The same outcome without the staged state, which would be kept from giving memory back."""
+    outcome: StagingFuture[None] = StagingFuture()
+
+    def pass_on(done: StagingFuture[StagedState]) -> None:
+        error = done.exception()
+        outcome.set_result(None) if error is None else outcome.set_exception(error)
+
+    future.add_done_callback(pass_on)
+    return outcome
 
 
 def _only(ours: Any, default: Any, stock: Any, name: str, stock_name: str) -> Any:

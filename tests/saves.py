@@ -17,6 +17,7 @@ from mpwriter._pool import get_pool
 
 __all__ = [
     "assert_holds",
+    "failure_in_save",
     "failure_of",
     "load",
     "names_in",
@@ -75,6 +76,15 @@ def failure_of(error: BaseException, rank: int = 0) -> BaseException:
     """What the rank raised, out of DCP's exception around it."""
     assert isinstance(error, CheckpointException), repr(error)
     return error.failures[rank][0]
+
+
+def failure_in_save(*args: Any, **options: Any) -> BaseException:
+    """What the rank raises in a save that fails; arguments as of `save`."""
+    try:
+        save(*args, **options)
+    except CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("the save has succeeded")
 
 
 def names_in(folder: str | os.PathLike[str]) -> list[str]:

@@ -11,5 +11,6 @@ Runs in: trainer (the benchmark's own process). `scripts/benchmark.py` is its co
 
 A mode (`sync_mode`, `async_mode`) says what is measured, and its report says how that is shown;
 the other modules are shared by all modes. `process_tree` is free of torch and of the package: it
-also runs as a script of its own beside the process that it watches.
+also runs as a script of its own beside the process that it watches. `device_checks`, `device_locks`
+and `device_rig` are the parts of `scripts/device_check.py`.
 """

@@ -42,6 +42,10 @@ __all__ = ["AsyncFigures", "AsyncSample", "failure_text", "measure_async", "time
 _SAVE_LIMIT_S = 600.0
 _MAX_FAILURE_CHARS = 100
 
+# Seconds of training before a save, and how often to wait as long for a calm machine.
+_IDLE_S, _QUICK_IDLE_S = 0.6, 0.1
+_MAX_CALM_TRIES = 10
+
 
 @dataclass(frozen=True)
 class AsyncSample:
@@ -54,6 +58,7 @@ class AsyncSample:
         window_s: from the return to the end of the first step after that.
         steps_s: of the training steps in the window.
         idle_steps_s: of those just before the call.
+        calm: whether these ran at full speed; else something else keeps the machine busy.
     """
 
     stall_s: float
@@ -62,6 +67,7 @@ class AsyncSample:
     window_s: float
     steps_s: Sequence[float] = field(repr=False)
     idle_steps_s: Sequence[float] = field(repr=False)
+    calm: bool = True
 
     @property
     def idle_step_s(self) -> float:
@@ -132,7 +138,13 @@ def measure_async(
 
 
 def timed_async_save(
-    subject: AsyncSubject, saver: Saver, url: str, loop: TrainingLoop, idle_s: float
+    subject: AsyncSubject,
+    saver: Saver,
+    url: str,
+    loop: TrainingLoop,
+    *,
+    idle_s: float,
+    max_calm_tries: int = 1,
 ) -> AsyncSample:
     """Save once while the loop trains, and measure; nothing is removed.
 
@@ -141,13 +153,14 @@ def timed_async_save(
         saver: holds the state.
         url: of the checkpoint.
         loop: trains on this thread.
-        idle_s: seconds of training before the call, to compare with; more on a busy machine.
+        idle_s: seconds of training before the call, to compare with.
+        max_calm_tries: how often to train as long, where something else slows the machine down.
 
     Raises:
         Whatever the call or the save raises; StillRunningError when it does not end.
     """
     gc.collect()  # what earlier saves left is not this one's to clean up
-    idle = loop.run_calm(idle_s)
+    idle, calm = loop.run_calm(idle_s, max_calm_tries)
     ends: dict[str, float] = {}
     began = time.perf_counter()
     started = saver.start(subject, url)
@@ -164,6 +177,7 @@ def timed_async_save(
         window_s=steps.window_s,
         steps_s=steps.steps_s,
         idle_steps_s=idle.steps_s,
+        calm=calm,
     )
 
 
@@ -225,9 +239,16 @@ class _Run:
 
     def _save(self, subject: AsyncSubject, url: str) -> AsyncSample | None:
         """Save; note a failure, so that the subject is left out from then on."""
-        idle_s = 0.1 if self._options.quick else 0.6
+        quick = self._options.quick
         try:
-            return timed_async_save(subject, self._saver, url, self._loop, idle_s)
+            return timed_async_save(
+                subject,
+                self._saver,
+                url,
+                self._loop,
+                idle_s=_QUICK_IDLE_S if quick else _IDLE_S,
+                max_calm_tries=1 if quick else _MAX_CALM_TRIES,
+            )
         except StillRunningError:
             raise  # it still runs, beside whatever would come next
         except (Exception, CheckpointException) as error:

@@ -106,11 +106,15 @@ def _references(figures: AsyncFigures) -> list[str]:
         if values and None not in values:
             low, high = format_seconds(min(values)), format_seconds(max(values))
             lines.append(f"{label + ':':38}{format_seconds(median(values))}  ({low} to {high})")
-    idle = [s for samples in figures.samples.values() for one in samples for s in one.idle_steps_s]
+    samples = [sample for of_subject in figures.samples.values() for sample in of_subject]
+    idle = [step for sample in samples for step in sample.idle_steps_s]
     if idle:
         p99, longest = format_seconds(percentile(idle, 0.99)), format_seconds(max(idle))
         rate = len(idle) / sum(idle)
         lines.append(f"{'idle training:':38}{rate:.0f} steps/s, p99 {p99}, longest {longest}")
+    num_busy = sum(not sample.calm for sample in samples)
+    if num_busy:
+        lines.append(f"{num_busy} of {len(samples)} saves began while something else ran here")
     return lines
 
 

@@ -19,6 +19,9 @@ from tests.fakes.witness import witnessed
 from tests.saves import assert_holds, names_in, save, small_state, worker_pids
 from tests.trainers import REPOSITORY, WATCHDOG_S, Trainer, TrainerHost
 
+# Four interpreters import torch at the same time.
+_LAUNCH_WATCHDOG_S = 150.0
+
 # Not guarded by `if __name__ == "__main__"`.
 _PROGRAM = """
 import json, multiprocessing, os, sys
@@ -111,7 +114,7 @@ class Launch:
 
     @functools.cached_property
     def result(self) -> dict[str, Any]:
-        stdout, stderr = self.process.communicate(timeout=WATCHDOG_S)
+        stdout, stderr = self.process.communicate(timeout=_LAUNCH_WATCHDOG_S)
         assert self.process.returncode == 0, stderr
         assert "Traceback" not in stderr, stderr
         found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
@@ -137,6 +140,8 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
         launch.process.communicate()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["script", "stdin", "command", "module"])
 def test_save_uses_workers_when_launched_as(kind: str, launches: dict[str, Launch]) -> None:
     """C05: the program runs once and has two children. C08: its start method stays.
@@ -158,6 +163,8 @@ def test_save_uses_workers_when_launched_as(kind: str, launches: dict[str, Launc
         assert "torch" not in facts["modules"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_workers_import_nothing_from_the_cwd_when_the_trainer_is_a_script_elsewhere(
     launches: dict[str, Launch],
 ) -> None:
@@ -239,6 +246,8 @@ def in_children(
         trainer.close()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("method", list(_KINDS_OF_CHILDREN))
 def test_save_uses_workers_when_run_in_a_child_process(
     method: str, in_children: tuple[Path, dict[str, Trainer]]

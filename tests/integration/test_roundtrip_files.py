@@ -53,13 +53,13 @@ def test_save_makes_one_file_per_worker_or_per_item(
     assert_loads_everywhere(checkpoint_dir, state)
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_save_balances_the_files_by_bytes(num_workers: int, checkpoint_dir: Path) -> None:
-    """G04: no worker is left with more than its share."""
-    state = {f"weight{n}": torch.randn(20_000) for n in range(12)}
-    save_with(MPFsspecWriter(checkpoint_dir, num_workers=num_workers), state)
-    sizes = [(checkpoint_dir / name).stat().st_size for name in shard_names(checkpoint_dir)]
-    assert max(sizes) <= 1.02 * sum(sizes) / num_workers
+def test_save_balances_the_files_by_bytes(checkpoint_dir: Path) -> None:
+    """G04: not by the number of items."""
+    sizes = {"a": 16_000, "b": 64_000, "c": 16_000, "d": 32_000}
+    state = {key: torch.randn(numel) for key, numel in sizes.items()}
+    save_with(MPFsspecWriter(checkpoint_dir, num_workers=2), state)
+    one, other = ((checkpoint_dir / name).stat().st_size for name in shard_names(checkpoint_dir))
+    assert abs(one - other) < 0.02 * one
 
 
 def _save_as_ranks(
@@ -165,6 +165,7 @@ def test_save_writes_each_view_when_views_differ(checkpoint_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_save_takes_twenty_thousand_tensors(
     checkpoint_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

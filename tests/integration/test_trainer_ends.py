@@ -77,6 +77,53 @@ def test_workers_end_when_the_trainer_is_killed_in_a_save(
     assert not [name for name in names_in(target) if not name.startswith(".")]
 
 
+_STARTS = """
+import os, signal
+from mpwriter._pool import get_pool
+get_pool().prepare(2)
+print(*get_pool().pids())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_the_trainer_is_killed_while_they_start(start_trainer: Start) -> None:
+    """B10: it may be gone before they look for it."""
+    trainer = start_trainer(_STARTS)
+    assert trainer.ended() == -signal.SIGKILL
+    workers = [int(pid) for pid in trainer.stdout.split()]
+    assert len(workers) == 2
+    assert all_gone(workers, within_s=_GONE_WITHIN_S)
+    assert trainer.stderr == ""
+
+
+_SAVES_IN_A_DAEMON_THREAD = """
+import sys, threading
+from tests.fakes import FaultPlan
+from tests.saves import *
+from tests.trainers import wait_until
+url, plan = sys.argv[1:]
+threading.Thread(
+    target=save, args=(url, small_state(1)), kwargs={"plan": plan}, daemon=True
+).start()
+calls = FaultPlan(plan, fresh=False)
+wait_until(lambda: len(calls.calls("write", phase="begin")) == 2)
+print(*worker_pids())
+"""
+
+
+def test_workers_end_when_the_trainer_ends_in_the_middle_of_a_save(
+    start_trainer: Start, plan: FaultPlan, checkpoint_dir: Path
+) -> None:
+    """B10: they are leased to a thread that Python does not wait for, and blocked."""
+    plan.add("write", "__0_*", block=True)
+    trainer = start_trainer(_SAVES_IN_A_DAEMON_THREAD, f"fault://{checkpoint_dir}", plan.folder)
+    trainer.assert_succeeded()
+    workers = [int(pid) for pid in trainer.stdout.split()]
+    assert len(workers) == 2
+    assert all_gone(workers, within_s=_GONE_WITHIN_S)
+    assert not (checkpoint_dir / ".metadata").exists()
+
+
 _HOLDS = """
 import ctypes, os, sys, time
 from tests.saves import *

@@ -19,7 +19,7 @@ import mpwriter
 from mpwriter import _save
 from mpwriter.errors import StorageError
 from tests.fakes import FaultPlan
-from tests.saves import assert_holds, failure_of, names_in, save, small_state, worker_pids
+from tests.saves import assert_holds, failure_in_save, names_in, save, small_state, worker_pids
 from tests.trainers import Trainer
 
 
@@ -222,9 +222,7 @@ def test_save_raises_when_the_filesystem_has_a_fault_of_its_own(
     """Not taken for a filesystem that cannot be had: it would fail in the trainer for ever."""
     plan = FaultPlan(tmp_path / "plan")
     plan.add(op, "__0_*", raises=error)
-    with pytest.raises(BaseException) as caught:
-        save(f"fault://{checkpoint_dir}", small_state(1), **plan.options)
-    failure = failure_of(caught.value)
+    failure = failure_in_save(f"fault://{checkpoint_dir}", small_state(1), **plan.options)
     assert isinstance(failure, StorageError)
     assert failure.original_type is not None and error in failure.original_type
     assert failure.worker is not None
@@ -237,9 +235,7 @@ def test_save_raises_when_the_filesystem_has_a_fault_in_the_trainer(
     monkeypatch.setattr(sys, "executable", "")
     plan = FaultPlan(tmp_path / "plan")
     plan.add("open", "__0_1.*", raises="AttributeError")
-    with pytest.raises(BaseException) as caught:
-        save(f"fault://{checkpoint_dir}", small_state(1), **plan.options)
-    failure = failure_of(caught.value)
+    failure = failure_in_save(f"fault://{checkpoint_dir}", small_state(1), **plan.options)
     assert isinstance(failure, StorageError) and failure.worker is None
     assert names_in(checkpoint_dir) == []
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import mpwriter
 from mpwriter import _feed
@@ -21,6 +22,7 @@ from mpwriter.errors import StorageError, WorkerDiedError, WorkerTimeoutError
 from tests.fakes import FaultPlan
 from tests.saves import (
     assert_holds,
+    failure_in_save,
     failure_of,
     names_in,
     open_fds,
@@ -81,7 +83,7 @@ def test_save_raises_when_a_worker_dies(
     before = names_in(checkpoint_dir)
     action, exit_code, signal_name = WAYS[way]
     plan.add(name="__0_1.*", **MOMENTS[moment], **action)
-    with pytest.raises(BaseException) as caught:
+    with pytest.raises(CheckpointException) as caught:
         save(url, large_state(2), **plan.options)
     died = failure_of(caught.value)
     assert isinstance(died, WorkerDiedError)
@@ -109,9 +111,7 @@ def test_save_raises_when_a_worker_dies_at_the_commit(
     before = names_in(checkpoint_dir)
     rule = {**MOMENTS[moment], "nth": None}
     plan.add(name=".metadata", **rule, signal=signal.SIGKILL)
-    with pytest.raises(BaseException) as caught:
-        save(url, large_state(2), **plan.options)
-    died = failure_of(caught.value)
+    died = failure_in_save(url, large_state(2), **plan.options)
     assert isinstance(died, WorkerDiedError) and died.signal_name == "SIGKILL"
     assert died.path == str(checkpoint_dir / ".metadata")
     if moment == "between publish and reply":
@@ -129,9 +129,9 @@ def test_save_leaves_nothing_when_a_worker_dies_in_a_new_directory(
 ) -> None:
     """C01: the other worker's file, complete or not, goes as well."""
     plan.add("mv", "__0_0.*", after=True, signal=signal.SIGKILL)
-    with pytest.raises(BaseException) as caught:
-        save(url, large_state(1), num_workers=3, **plan.options)
-    assert isinstance(failure_of(caught.value), WorkerDiedError)
+    assert isinstance(
+        failure_in_save(url, large_state(1), num_workers=3, **plan.options), WorkerDiedError
+    )
     assert names_in(checkpoint_dir) == []
 
 
@@ -148,9 +148,7 @@ def test_saves_alternate_between_failure_and_success_when_workers_die_now_and_th
         else:
             plan.add("write", "__0_0.*", nth=2, signal=signal.SIGKILL)
             expected = WorkerDiedError
-        with pytest.raises(BaseException) as caught:
-            save(url, large_state(-number), **plan.options)
-        assert isinstance(failure_of(caught.value), expected)
+        assert isinstance(failure_in_save(url, large_state(-number), **plan.options), expected)
         plan.clear()
         save(url, large_state(number), **plan.options)
         assert_holds(checkpoint_dir, large_state(number))
@@ -188,9 +186,7 @@ def test_save_raises_when_a_worker_is_killed_while_it_starts(
     program = _DIE_IN_TURN.format(first=str(tmp_path / "first"), number=int(number))
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(BaseException) as caught:
-        save(checkpoint_dir, large_state(1))
-    died = failure_of(caught.value)
+    died = failure_in_save(checkpoint_dir, large_state(1))
     assert isinstance(died, WorkerDiedError)
     assert died.signal_name == signal.Signals(number).name
     assert died.path is not None and str(checkpoint_dir) in died.path
@@ -209,9 +205,10 @@ def test_save_raises_when_a_worker_exits_before_the_trainer_has_heard_of_it(
     """Not taken for an interpreter that cannot run workers at all: nothing is written here then."""
     mpwriter.shutdown()
     plan.add(op, name, nth=1, exit_code=3)
-    with pytest.raises(BaseException) as caught:
-        save(url, small_state(1, num_tensors=40, numel=150_000), **plan.options)
-    assert isinstance(failure_of(caught.value), WorkerDiedError)
+    assert isinstance(
+        failure_in_save(url, small_state(1, num_tensors=40, numel=150_000), **plan.options),
+        WorkerDiedError,
+    )
     assert names_in(checkpoint_dir) == []
 
 
@@ -224,13 +221,11 @@ def test_save_raises_when_a_worker_makes_no_progress(
     save(url, small_state(1), **plan.options)
     before = names_in(checkpoint_dir)
     plan.add(op, "__0_1.*", block=True)
-    with pytest.raises(BaseException) as caught:
-        save(url, large_state(2), timeout_s=0.4, **plan.options)
-    stuck = failure_of(caught.value)
+    stuck = failure_in_save(url, large_state(2), timeout_s=0.4, **plan.options)
     assert isinstance(stuck, WorkerTimeoutError) and isinstance(stuck, TimeoutError)
     assert stuck.timeout_s == 0.4 and stuck.path is not None and "__0_1." in stuck.path
     for text in ("0.4 s", "timeout_s", stuck.path, f"worker {stuck.worker}"):
-        assert text in str(caught.value)
+        assert text in str(stuck)
     assert stuck.pid is not None and not psutil.pid_exists(stuck.pid)
     assert names_in(checkpoint_dir) == before
     plan.clear()
@@ -246,9 +241,7 @@ def test_save_raises_when_a_worker_is_stopped(
     mpwriter.warm_up(2)
     stopped = worker_pids()[0]
     os.kill(stopped, signal.SIGSTOP)
-    with pytest.raises(BaseException) as caught:
-        save(checkpoint_dir, large_state(1), timeout_s=0.4)
-    stuck = failure_of(caught.value)
+    stuck = failure_in_save(checkpoint_dir, large_state(1), timeout_s=0.4)
     assert isinstance(stuck, WorkerTimeoutError) and stuck.pid == stopped
     assert not psutil.pid_exists(stopped)
     assert names_in(checkpoint_dir) == []
@@ -277,9 +270,10 @@ def test_other_saves_go_on_when_a_worker_of_one_save_dies(tmp_path: Path, plan: 
     slow.start()
     wait_until(lambda: plan.calls("write", phase="begin"))
     plan.add("write", "__0_0.*", signal=signal.SIGKILL, times=1)
-    with pytest.raises(BaseException) as caught:
-        save(f"fault://{tmp_path}/dying", large_state(2), num_workers=1, **plan.options)
-    assert isinstance(failure_of(caught.value), WorkerDiedError)
+    assert isinstance(
+        failure_in_save(f"fault://{tmp_path}/dying", large_state(2), num_workers=1, **plan.options),
+        WorkerDiedError,
+    )
     assert names_in(tmp_path / "dying") == []
     plan.release()
     slow.join(WATCHDOG_S)

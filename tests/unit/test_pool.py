@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -198,13 +198,9 @@ def test_prepare_starts_what_is_missing_and_waits_for_nothing(pool: Any, started
     pool.give_back(held, usable=True)
     assert len(pool.pids()) == 3
     assert sorted(worker.number for worker in lease_all(pool, 3)) == [0, 1, 2]
-
-
-def test_prepare_says_nothing_when_no_worker_starts(pool: Any, started: Started) -> None:
-    """The save will find out, and say it."""
     started.refusal = WorkerStartError("no more")
-    pool.prepare(2)
-    assert pool.pids() == []
+    pool.prepare(4)  # the save will find out, and say it
+    assert len(pool.pids()) == 3
 
 
 def test_shutdown_ends_idle_workers_and_leaves_leased_ones(pool: Any, started: Started) -> None:
@@ -227,7 +223,9 @@ def test_shutdown_asks_all_before_it_waits_and_kills_who_stays(
     monkeypatch.setattr(FakeWorker, "close", lambda worker: order.append("close"))
     waits: list[float] = []
     monkeypatch.setattr(
-        FakeWorker, "wait", lambda worker, timeout_s: order.append("wait") or waits.append(timeout_s)
+        FakeWorker,
+        "wait",
+        lambda worker, timeout_s: order.append("wait") or waits.append(timeout_s),
     )
     for worker in lease_all(pool, 3):
         pool.give_back(worker, usable=True)
@@ -298,7 +296,5 @@ def test_default_num_workers_is_the_ranks_share_of_the_cores(
 
 def test_shutdown_makes_no_pool_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool, "_pool", None)
-    unused: Callable[[], Any] = _pool.WorkerPool
     monkeypatch.setattr(_pool, "WorkerPool", lambda: pytest.fail("made a pool"))
     _pool.shutdown()
-    assert unused is not _pool.WorkerPool

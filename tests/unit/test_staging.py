@@ -150,7 +150,7 @@ def test_fill_writes_tied_tensors_once() -> None:
     """E09: the same view of the same storage is staged once."""
     shared = torch.randn(100, 8)
     ties = TieTable()
-    stream, items = stream_of({"a": shared, "b": shared.view(100, 8)}, ties)
+    stream, _ = stream_of({"a": shared, "b": shared.view(100, 8)}, ties)
     assert drain(stream, 1 << 16) == [raw(shared)]
     assert ties.owner_of == {1: 0}
 

@@ -19,7 +19,6 @@ from mpwriter._types import (
     AbortJob,
     Ack,
     EndJob,
-    Extent,
     ItemSpec,
     JobDone,
     JobFailed,
@@ -118,7 +117,8 @@ def test_server_joins_the_pieces_of_an_item(setup: Setup, tmp_path: Path) -> Non
     first = Put(1, 0, SEGMENT, [Piece(SPEC, 0, 1000)])
     second = Put(1, 1, SEGMENT, [Piece(None, 1000, 24), Piece(SPEC, 1024, 1024)])
     replies = setup.send(start_of(1, tmp_path / "file"), first, second, EndJob(1))
-    assert isinstance(done := replies[-1], JobDone) and len(done.offsets) == 2
+    done = replies[-1]
+    assert isinstance(done, JobDone) and len(done.offsets) == 2
     content = memoryview((tmp_path / "file").read_bytes())
     for offset, length in zip(done.offsets, done.lengths, strict=True):
         tensor = decode(content[offset : offset + length], verify=True)
@@ -139,18 +139,20 @@ def test_server_drops_what_follows_when_a_job_has_failed(setup: Setup, tmp_path:
     assert names_in(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("op", ["write", "flush", "close", "mv"])
+@pytest.mark.parametrize("op", ["open", "write", "flush", "close", "mv"])
+@pytest.mark.parametrize("action", [{"errno": 28}, {"raises": "AttributeError"}], ids=str)
 def test_server_discards_the_file_when_the_filesystem_fails(
-    op: str, setup: Setup, tmp_path: Path
+    action: dict[str, Any], op: str, setup: Setup, tmp_path: Path
 ) -> None:
+    """Whatever it raises: also what unpickling it might have raised."""
     plan = FaultPlan(tmp_path / "plan")
-    plan.add(op, "file", errno=28)
+    plan.add(op, "file", **action)
     folder = tmp_path / "there"
     folder.mkdir()
     fs = FaultFileSystem(**plan.options)
     replies = setup.send(start_of(1, folder / "file", fs), put_of(1), EndJob(1))
-    assert isinstance(failure := replies[-1], JobFailed)
-    assert failure.job == 1 and failure.error.errno == 28
+    assert isinstance(failure := replies[-1], JobFailed) and failure.job == 1
+    assert failure.error.errno == 28 or "AttributeError" in failure.error.type_name
     assert names_in(folder) == []
     assert setup.send(EndJob(1)) == []
 
@@ -193,8 +195,6 @@ def test_server_answers_an_abort_when_the_job_is(when: str, setup: Setup, tmp_pa
     assert (answer.job, answer.error.type_name) == (1, ABORTED)
     assert names_in(tmp_path) == (["file"] if when == "done" else [])
     assert setup.send(put_of(1, 1), EndJob(1)) == []
-    replies = setup.send(start_of(2, tmp_path / "next"), put_of(2), EndJob(2))
-    assert isinstance(replies[-1], JobDone)
 
 
 def test_server_spares_the_job_when_the_abort_is_of_an_earlier_one(
@@ -226,28 +226,15 @@ def test_server_refuses_a_job_when_it_cannot_unpickle(
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", ["AttributeError", "ImportError"])
-def test_server_fails_the_job_when_opening_raises_what_unpickling_may_raise(
-    error: str, setup: Setup, tmp_path: Path
-) -> None:
-    plan = FaultPlan(tmp_path / "plan")
-    plan.add("open", "file", raises=error)
-    fs = FaultFileSystem(**plan.options)
-    assert error in failed(setup.send(start_of(1, tmp_path / "file", fs))).error.type_name
-
-
 def test_server_goes_where_the_trainer_is(setup: Setup, tmp_path: Path) -> None:
     start = start_of(1, tmp_path / "file")
     setup.send(replace(start, umask=0o077), EndJob(1))
     assert os.getcwd() == str(tmp_path)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
     assert os.umask(0o022) == 0o077
-
-
-def test_server_works_when_the_trainers_directory_is_gone(setup: Setup, tmp_path: Path) -> None:
-    start = start_of(1, tmp_path / "file")
-    replies = setup.send(replace(start, cwd=str(tmp_path / "gone")), EndJob(1))
-    assert isinstance(replies[-1], JobDone)
+    start = start_of(2, tmp_path / "file")
+    replies = setup.send(replace(start, cwd=str(tmp_path / "gone")), EndJob(2))
+    assert isinstance(replies[-1], JobDone)  # paths are absolute: it is no reason to fail
 
 
 def test_server_stays_where_it_is_when_it_runs_in_the_trainer(tmp_path: Path) -> None:
@@ -297,7 +284,6 @@ def test_server_forgets_a_segment_when_it_is_told(setup: Setup, tmp_path: Path) 
     assert setup.send(UnmapSegment(SEGMENT), UnmapSegment(77)) == []
     assert setup.server.buffers == {}
     assert bytes(held) == PAYLOAD[:10]  # whoever kept a slice still has it
-    held.release()
     setup.map(SEGMENT, PAYLOAD)
     replies = setup.send(start_of(1, tmp_path / "file"), put_of(1), EndJob(1))
     assert isinstance(replies[-1], JobDone)
@@ -306,25 +292,8 @@ def test_server_forgets_a_segment_when_it_is_told(setup: Setup, tmp_path: Path) 
 def test_worker_ends_when_the_process_that_it_is_to_watch_is_not_its_parent() -> None:
     """Its trainer has died, and the number may have been given to another process."""
     ours, theirs = os.pipe()  # any descriptor that stays open
-    ended = subprocess.run(
-        [sys.executable, "-c", BOOTSTRAP, str(ours), "1", *sys.path],
-        pass_fds=[ours],
-        timeout=50,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", BOOTSTRAP, str(ours), "1", *sys.path]
+    ended = subprocess.run(command, pass_fds=[ours], timeout=50, stderr=subprocess.PIPE)
     os.close(ours)
     os.close(theirs)
     assert ended.returncode == 1
-
-
-def test_bootstrap_imports_nothing_before_it_has_the_trainers_path() -> None:
-    """With -c the current directory comes first: a json.py there would be imported."""
-    first = BOOTSTRAP.index("sys.path[:] = ")
-    assert BOOTSTRAP[:first] == "import sys; "
-
-
-def test_extent_and_pieces_pickle_small() -> None:
-    """20,000 items are a few messages of some hundred KiB."""
-    put = Put(1, 0, SEGMENT, [Piece(SPEC, 64 * n, 64) for n in range(1024)])
-    assert len(pickle.dumps(put, protocol=pickle.HIGHEST_PROTOCOL)) < 40 * 1024
-    assert pickle.loads(pickle.dumps(Extent(1, 2, 3))) == Extent(1, 2, 3)
