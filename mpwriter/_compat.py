@@ -5,6 +5,7 @@ Runs in: trainer. Every name here says which torch versions have it and what hap
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import (
     FsspecWriter as StockFsspecWriter,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ else:
 __all__ = [
     "DCP_VERSION",
     "HAS_ASYNC_STAGING",
+    "HAS_RANK_METADATA",
     "METADATA_ENUMS",
     "ExtensionRegistry",
     "SerializationFormat",
@@ -79,6 +82,9 @@ __all__ = [
 
 # torch 2.9 up: `stage()` may return a future, and async_save then an AsyncSaveResponse.
 HAS_ASYNC_STAGING = hasattr(state_dict_saver, "AsyncSaveResponse")
+
+# Whether dcp.load falls back to what a rank saved with use_collectives=False; torch 2.7 does not.
+HAS_RANK_METADATA = "kwargs" in inspect.signature(StorageReader.read_metadata).parameters
 
 # The record that the stock readers look for in Metadata.storage_data; pickled by this name.
 StorageInfo = _dcp_filesystem._StorageInfo

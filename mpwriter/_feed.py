@@ -210,6 +210,8 @@ class JobFeed:
     def _leave(self, lane: Lane, *, usable: bool) -> None:
         self._lanes.remove(lane)
         self.stage_s += lane.stage_s
+        if isinstance(lane.peer, WorkerProcess) and not usable:
+            lane.peer.kill()  # first: a stuck one may still read its window
         lane.release()
         if isinstance(lane.peer, WorkerProcess):
             self._pool.give_back(lane.peer, usable=usable)

@@ -21,6 +21,7 @@ import threading
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations, register_implementation, registry
 from fsspec.spec import AbstractFileSystem
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "forget_in_transaction",
     "has_directories",
     "is_local",
+    "make_known",
     "own_move",
     "pickled_filesystem",
+    "pickled_kind",
     "present",
     "protocol_of",
     "publishing",
@@ -198,6 +201,30 @@ def pickled_filesystem(fs: Any) -> bytes:
         Exception: whatever pickling it raises; `refusal` says it in words.
     """
     return pickle.dumps(fs)
+
+
+def pickled_kind(fs: Any) -> bytes | None:
+    """The filesystem's class for `make_known`; None where it cannot be sent."""
+    try:
+        return pickle.dumps(type(fs))
+    except Exception:
+        return None
+
+
+def make_known(kind: bytes) -> None:
+    """In another process: register a class that the user's program has registered in its own.
+
+    Importing its module may have done that already, and a protocol that is known stays as it is.
+    """
+    try:
+        loaded = pickle.loads(kind)
+    except Exception as exc:
+        _logger.debug("a filesystem's class is not to be had here: %s", exc)
+        return
+    protocols = loaded.protocol
+    for protocol in (protocols,) if isinstance(protocols, str) else protocols:
+        if protocol not in known_implementations and protocol not in registry:
+            register_implementation(protocol, loaded)
 
 
 def warn_unless_atomic(fs: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mpwriter._compat import HAS_RANK_METADATA
 from mpwriter._faults import error_record
 from mpwriter._storage import Location, is_temporary_name
 from mpwriter.errors import IncompleteCheckpointError, MPWriterError
@@ -24,6 +25,11 @@ from mpwriter.errors import IncompleteCheckpointError, MPWriterError
 __all__ = ["UnreadableMetadata", "explain_absence", "renewed"]
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
+_WHO_LOADS_IT = (
+    "and each rank can load what it has saved itself"
+    if HAS_RANK_METADATA
+    else "which this torch cannot load"
+)
 _SHARD = re.compile(r"__\d+_\d+.*\.(distcp|safetensors)")
 
 
@@ -102,7 +108,7 @@ def _reason_by_names(names: set[str], name: str) -> str:
     if of_ranks and name not in of_ranks:
         return (
             f"there is no {name}, but {len(of_ranks)} files of single ranks ({of_ranks[0]}...): it "
-            "was saved with use_collectives=False, and each rank can load what it has saved itself"
+            f"was saved with use_collectives=False, {_WHO_LOADS_IT}"
         )
     if temporary:
         return (

@@ -30,6 +30,7 @@ from mpwriter._compat import (
     can_be_storage_id,
 )
 from mpwriter._crossing import has_crossed
+from mpwriter._filesystems import make_known, pickled_kind
 from mpwriter._options import DEFAULT_TIMEOUT_S, WriterOptions, check_storage_options
 from mpwriter._planning import shard_rank
 from mpwriter._pool import default_num_workers, get_pool
@@ -185,6 +186,7 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         self._path: str | os.PathLike[str] = path
         location = locate(path, storage_options, writable=True)
         check_storage_options(storage_options, type(location.fs), _OWN_NAMES)
+        self._kind = pickled_kind(location.fs)
         self._this_thread = _PerThread()
         self.last_report: SaveReport | None = None
 
@@ -336,6 +338,8 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         return {**state, "_staging_thread": None, "_stagings": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["_kind"] is not None:
+            make_known(state["_kind"])
         vars(self).update(state)
         self._this_thread = _PerThread()
 

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from concurrent.futures import Future
+from inspect import signature
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -16,6 +17,8 @@ from tests.trainers import wait_until
 
 __all__ = ["async_save", "leased_bytes", "save_threads", "settled", "wait_for_saves"]
 
+# torch 2.7 has no such option: it looks whether there is a process group.
+ALONE = {"no_dist": True} if "no_dist" in signature(dcp.async_save).parameters else {}
 # A hang is a failure; nothing here waits longer.
 WATCHDOG_S = 50.0
 
@@ -37,7 +40,7 @@ def async_save(
         dcp_options: of `dcp.async_save`.
         options: of the new writer; files are not synced unless told so.
     """
-    of_dcp = {"no_dist": True, **(dcp_options or {})}
+    of_dcp = {**ALONE, **(dcp_options or {})}
     if writer is None:
         assert path is not None
         options.setdefault("sync_files", False)

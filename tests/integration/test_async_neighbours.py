@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +16,10 @@ import torch
 import mpwriter
 from mpwriter._arena import get_arena
 from tests.asyncs import async_save, settled, wait_for_saves
+from tests.fakes import FaultPlan
 from tests.memory import PeakMemory
 from tests.saves import assert_holds, open_fds, save, small_state, worker_pids
-from tests.trainers import Trainer
+from tests.trainers import Trainer, wait_until
 
 MIB = 1 << 20
 
@@ -94,15 +94,20 @@ def test_trainer_goes_on_while_a_save_is_written(
     record_property("ticks", len(gaps))
 
 
-def test_saves_leave_nothing_to_the_garbage_collector(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_saves", "numel"), [(12, 10_000), pytest.param(20, 125_000, marks=pytest.mark.slow)]
+)
+def test_saves_leave_nothing_to_the_garbage_collector(
+    num_saves: int, numel: int, tmp_path: Path
+) -> None:
     """G16: switched off, as large trainers do; 20 saves of 50 MB, each with a writer of its own."""
-    state = {f"w{n}": torch.randn(125_000) for n in range(100)}
+    state = {f"w{n}": torch.randn(numel) for n in range(100)}
     process = psutil.Process()
     figures = []
     gc.collect()
     gc.disable()
     try:
-        for number in range(20):
+        for number in range(num_saves):
             for value in state.values():
                 value.fill_(number)
             options = {"async_staging": True} if number % 3 == 2 else {}
@@ -122,8 +127,10 @@ def test_saves_leave_nothing_to_the_garbage_collector(tmp_path: Path) -> None:
     assert len(set(opened[3:])) == 1
     assert max(fds[3:]) <= fds[3] + 1
     assert max(threads[3:]) <= max(threads[:3]) + 1
-    assert max(rss[10:]) <= max(rss[3:10]) + 10 * MIB, [value >> 20 for value in rss]
-    assert_holds(tmp_path / "x", {key: torch.full_like(value, 19) for key, value in state.items()})
+    half = num_saves // 2
+    assert max(rss[half:]) <= max(rss[3:half]) + 10 * MIB, [value >> 20 for value in rss]
+    last = {key: torch.full_like(value, num_saves - 1) for key, value in state.items()}
+    assert_holds(tmp_path / "x", last)
 
 
 def _threads() -> int:
@@ -156,33 +163,32 @@ while os.path.exists(go_on):
 """
 
 
+@pytest.fixture
+def slow_plan(tmp_path: Path) -> str:
+    """A filesystem that takes its time, so that the peak can be seen."""
+    plan = FaultPlan(tmp_path / "plan")
+    plan.add("open", "*.distcp", sleep_s=0.5)
+    return str(plan.folder)
+
+
+@pytest.mark.slow
 def test_save_needs_one_staged_copy(
-    start_trainer: Callable[..., Trainer], tmp_path: Path, make_slow_plan: Any
+    start_trainer: Callable[..., Trainer], tmp_path: Path, slow_plan: str
 ) -> None:
     """C25, D06: PSS of trainer and workers; 200 MB of state and as much once, not two or three."""
     go_on = tmp_path / "go_on"
-    trainer = start_trainer(_LARGE, tmp_path, make_slow_plan, go_on)
+    trainer = start_trainer(_LARGE, tmp_path, slow_plan, go_on)
     trainer.wait_for("ready")
     with PeakMemory(trainer.pid) as before:
-        time.sleep(0.3)
+        wait_until(lambda: before.pss_bytes)
     with PeakMemory(trainer.pid) as peak:
         go_on.touch()
         trainer.wait_for("done")
     with PeakMemory(trainer.pid) as after:
-        time.sleep(0.3)
+        wait_until(lambda: after.pss_bytes)
     go_on.unlink()
     trainer.assert_succeeded()
     state_bytes = 200_000_000
     growth = peak.pss_bytes - before.pss_bytes
     assert state_bytes < growth < 1.3 * state_bytes, growth / state_bytes
     assert after.pss_bytes - before.pss_bytes < 1.3 * state_bytes
-
-
-@pytest.fixture
-def make_slow_plan(tmp_path: Path) -> str:
-    """A filesystem that takes its time, so that the peak can be seen."""
-    from tests.fakes import FaultPlan
-
-    plan = FaultPlan(tmp_path / "plan")
-    plan.add("open", "*.distcp", sleep_s=0.5)
-    return str(plan.folder)
