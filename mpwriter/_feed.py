@@ -23,6 +23,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from mpwriter._arena import Arena
+from mpwriter._feed_ends import (
+    ask_to_abort,
+    at_work,
+    has_aborted,
+    living,
+    sleep_until_spoken_to,
+    storage_error,
+    timeout_error,
+    worker_report,
+)
 from mpwriter._lane import Job, Lane, TrainerPeer, Window, window_bytes
 from mpwriter._pool import WorkerPool
 from mpwriter._process import WorkerProcess
@@ -38,12 +48,9 @@ from mpwriter._types import (
     Message,
     StartJob,
 )
-from mpwriter._worker import ABORTED
 from mpwriter.errors import (
-    StorageError,
     WorkerDiedError,
     WorkerStartError,
-    WorkerTimeoutError,
 )
 
 __all__ = ["FeedSettings", "JobFeed"]
@@ -268,7 +275,7 @@ class JobFeed:
         self._done[job.number] = done
         self._finished.append(job)
         self._settings.on_file(job)
-        self.reports.append(_worker_report(lane, done))
+        self.reports.append(worker_report(lane, done))
         self._next(lane)
 
     def _refused(self, lane: Lane, reason: str) -> None:
@@ -279,7 +286,7 @@ class JobFeed:
     def _failed(self, lane: Lane, error: ErrorRecord) -> None:
         assert lane.job is not None
         if not error.transient or lane.job.attempts >= self._settings.retries:
-            raise _storage_error(error, lane)
+            raise storage_error(error, lane)
         lane.job.attempts += 1
         pause_s = min(_MAX_RETRY_PAUSE_S, _RETRY_PAUSE_S * 2 ** (lane.job.attempts - 1))
         logger.warning(
@@ -322,7 +329,7 @@ class JobFeed:
             # What is heard has not been read yet. This process may have been stopped meanwhile.
             silent = silent_s > self._settings.timeout_s and lane.peer.fileno() not in heard
             if lane.outstanding and silent:
-                raise self._timeout(lane)
+                raise timeout_error(lane, self._settings.timeout_s)
         return False
 
     # -- errors --------------------------------------------------------------------------
@@ -340,29 +347,16 @@ class JobFeed:
             self._pending.appendleft(lane.end())
         self._leave(lane, usable=False)
 
-    def _timeout(self, lane: Lane) -> WorkerTimeoutError:
-        worker = lane.peer
-        assert isinstance(worker, WorkerProcess) and lane.job is not None
-        timeout_s = self._settings.timeout_s
-        return WorkerTimeoutError(
-            f"worker {worker.number} (pid {worker.pid}) made no progress for {timeout_s:g} s "
-            f"while writing {lane.job.path} (timeout_s)",
-            worker=worker.number,
-            pid=worker.pid,
-            timeout_s=timeout_s,
-            path=lane.job.path,
-        )
-
     def _abandon(self) -> None:
         """Leave nothing of this save: stop every lane, then remove what was published."""
-        waiting = [lane for lane in self._lanes if _ask_to_abort(lane)]
+        waiting = [lane for lane in self._lanes if ask_to_abort(lane)]
         # One that has not reported yet may be about to die of what has just killed another.
-        clean = {id(lane) for lane in self._lanes if lane.unannounced and _at_work(lane)}
+        clean = {id(lane) for lane in self._lanes if lane.unannounced and at_work(lane)}
         deadline_s = time.monotonic() + _ABORT_GRACE_S
         while waiting and time.monotonic() < deadline_s:
-            clean.update(id(lane) for lane in waiting if self._has_aborted(lane))
-            waiting = [lane for lane in waiting if id(lane) not in clean and _living(lane)]
-            _sleep_until_spoken_to(waiting, deadline_s)
+            clean.update(id(lane) for lane in waiting if has_aborted(lane, self._finished))
+            waiting = [lane for lane in waiting if id(lane) not in clean and living(lane)]
+            sleep_until_spoken_to(waiting, deadline_s)
         for lane in list(self._lanes):
             job, usable = lane.job, id(lane) in clean
             self._leave(lane, usable=usable)
@@ -370,23 +364,6 @@ class JobFeed:
                 self._settings.sweep(job)
         for job in self._finished:
             self._settings.remove(job)
-
-    def _has_aborted(self, lane: Lane) -> bool:
-        try:
-            if isinstance(lane.peer, WorkerProcess):
-                lane.peer.flush()
-            messages = lane.peer.receive()
-        except WorkerDiedError:
-            return False
-        for message in messages:
-            if isinstance(message, JobDone) and message.job == lane.attempt and lane.job:
-                self._finished.append(lane.job)  # it was published just before
-        return any(
-            isinstance(message, JobFailed)
-            and message.job == lane.attempt
-            and message.error.type_name == ABORTED
-            for message in messages
-        )
 
 
 # A window this small still holds a few slots.
@@ -398,58 +375,3 @@ _TRAINER_WINDOW_BYTES = 8 << 20
 
 def _in_trainer(lane: Lane) -> bool:
     return isinstance(lane.peer, TrainerPeer)
-
-
-def _ask_to_abort(lane: Lane) -> bool:
-    try:
-        return lane.abort()
-    except WorkerDiedError:
-        return False
-
-
-def _living(lane: Lane) -> bool:
-    return not isinstance(lane.peer, WorkerProcess) or lane.peer.alive()
-
-
-def _at_work(lane: Lane) -> bool:
-    return not isinstance(lane.peer, WorkerProcess) or (lane.peer.ready and lane.peer.alive())
-
-
-def _sleep_until_spoken_to(lanes: Sequence[Lane], deadline_s: float) -> None:
-    if not lanes:
-        return
-    poll = select.poll()
-    for lane in lanes:
-        if isinstance(lane.peer, WorkerProcess):
-            poll.register(lane.peer, select.POLLIN)
-    poll.poll(max(0.0, min(0.05, deadline_s - time.monotonic())) * 1000)
-
-
-def _worker_report(lane: Lane, done: JobDone) -> WorkerReport:
-    worker = lane.peer
-    number = worker.number if isinstance(worker, WorkerProcess) else None
-    return WorkerReport(
-        worker=number,
-        files=1,
-        nbytes=done.nbytes,
-        write_s=done.write_s,
-        crc_s=done.crc_s,
-        publish_s=done.publish_s,
-        cpu_s=done.cpu_s,
-    )
-
-
-def _storage_error(error: ErrorRecord, lane: Lane) -> StorageError:
-    worker = lane.peer.number if isinstance(lane.peer, WorkerProcess) else None
-    who = f"worker {worker}" if worker is not None else "the trainer"
-    text = f"{who} could not write {error.path}: {error.type_name}: {error.text}"
-    if error.traceback:
-        text += f"\n--- traceback of {who} ---\n{error.traceback}"
-    return StorageError(
-        text,
-        errno=error.errno,
-        path=error.path,
-        original_type=error.type_name,
-        worker=worker,
-        worker_traceback=error.traceback,
-    )
