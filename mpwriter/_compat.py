@@ -59,6 +59,7 @@ __all__ = [
     "HAS_ASYNC_STAGING",
     "HAS_RANK_METADATA",
     "METADATA_ENUMS",
+    "SENDS_WHERE_IT_SAVES",
     "ExtensionRegistry",
     "SerializationFormat",
     "ShardedTensor",
@@ -85,6 +86,9 @@ HAS_ASYNC_STAGING = hasattr(state_dict_saver, "AsyncSaveResponse")
 
 # Whether dcp.load falls back to what a rank saved with use_collectives=False; torch 2.7 does not.
 HAS_RANK_METADATA = "kwargs" in inspect.signature(StorageReader.read_metadata).parameters
+
+# Whether process mode sends a state from the thread that saves it; torch 2.7 has a queue for it.
+SENDS_WHERE_IT_SAVES = hasattr(_async_process_executor._AsyncCheckpointProcess, "_send")
 
 # The record that the stock readers look for in Metadata.storage_data; pickled by this name.
 StorageInfo = _dcp_filesystem._StorageInfo

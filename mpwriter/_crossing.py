@@ -21,15 +21,16 @@ import math
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from mpwriter._arena import get_arena
-from mpwriter._compat import reduce_storage
+from mpwriter._compat import SENDS_WHERE_IT_SAVES, reduce_storage
 from mpwriter._segment import AdoptedSegment
-from mpwriter._staged_state import Lease, StagedState
+from mpwriter._staged_state import Claim, Lease, StagedState
 from mpwriter._staged_views import row_major
 from mpwriter.errors import StagingError
 
@@ -193,9 +194,48 @@ class _AdoptedLease(Lease):
         _adopted.give_back(segments)
 
 
+class _Turns:
+    """Lets the threads that send staged states do so one after the other.
+
+    torch has a thread for each save in flight and one pipe for all of them, and no lock: requests
+    would mix, and a thread would take the answer to another's for its own, and give memory back
+    that is still to be written.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sender: threading.Thread | None = None
+        self._claim: weakref.ref[Claim] | None = None
+
+    def take(self, claim: Claim | None) -> None:
+        """Wait until the save that was sent before is over: its claim or its thread has ended."""
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                sender = self._sender
+                if sender is None or sender is me or self._is_over():
+                    self._sender = me
+                    self._claim = None if claim is None else weakref.ref(claim)
+                    return
+            sender.join(_TURN_TICK_S)
+
+    def _is_over(self) -> bool:
+        claim = None if self._claim is None else self._claim()
+        return claim is None or claim.ended
+
+
+_turns = _Turns()
+
+# How often a thread looks whether it is its turn where the one before it does not end.
+_TURN_TICK_S = 0.2
+
+
 def _reduce(state: StagedState) -> tuple[Any, ...]:
     # The thread that sends the state waits for the other process to save it: the claim is its.
-    state.claim()
+    # torch 2.7 pickles on the feeder thread of a queue, which outlives every save: there the lease
+    # ends with the state itself, which the saving thread holds until it has an answer.
+    if SENDS_WHERE_IT_SAVES:
+        _turns.take(state.claim())
     return rebuild, take_apart(state)
 
 

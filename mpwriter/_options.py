@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,24 @@ class WriterOptions:
     background_priority: bool
     worker_cores: tuple[int, ...] | None
     event_handler: EventHandler | None
+
+    def __post_init__(self) -> None:
+        """Refuse what would only fail in the middle of a save.
+
+        Raises:
+            ValueError, TypeError: names the option.
+        """
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be a positive number, got {self.timeout_s!r}")
+        budget = self.budget_bytes
+        if budget is not None and (not isinstance(budget, int) or budget < 0):
+            raise ValueError(f"staging_budget_bytes must be a number of bytes, got {budget!r}")
+        if self.event_handler is not None and not callable(self.event_handler):
+            raise TypeError(f"event_handler must be callable, got {self.event_handler!r}")
+        if self.worker_cores is not None:
+            unusable = set(self.worker_cores) - os.sched_getaffinity(0)
+            if unusable or not self.worker_cores:
+                raise ValueError(f"worker_cores must be cores of this process, got {unusable}")
 
     @property
     def descriptors(self) -> list[str]:

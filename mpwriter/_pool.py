@@ -143,6 +143,7 @@ class WorkerPool:
         """
         with self._lock:
             ending, self._idle = self._idle, []
+            self._capacity = len(self._leased)
         deadline_s = time.monotonic() + timeout_s
         for worker in ending:
             worker.close()

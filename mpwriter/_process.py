@@ -18,10 +18,10 @@ import psutil
 
 from mpwriter._channel import Channel, ChannelClosed, channel_pair
 from mpwriter._types import MapSegment, Message, Ready, UnmapSegment
-from mpwriter._worker import BOOTSTRAP
+from mpwriter._worker import BOOTSTRAP, GROUP_SIGNALS
 from mpwriter.errors import WorkerDiedError, WorkerStartError
 
-__all__ = ["WorkerProcess", "start_worker"]
+__all__ = ["WorkerProcess", "import_path", "start_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -251,9 +251,16 @@ def _start_error(number: int, exc: Exception) -> WorkerStartError:
 
 
 def _command(theirs: socket.socket) -> list[str]:
-    # "" in sys.path is the trainer's current directory; the worker's may change per job.
-    paths = [path or _current_directory() for path in sys.path]
-    return [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), str(os.getpid()), *paths]
+    fd, pid = str(theirs.fileno()), str(os.getpid())
+    return [sys.executable, "-c", BOOTSTRAP, fd, pid, *import_path()]
+
+
+def import_path() -> tuple[str, ...]:
+    """This process's sys.path, as it means the same in a worker.
+
+    "" is the current directory; a worker's is not always the trainer's.
+    """
+    return tuple(path or _current_directory() for path in sys.path)
 
 
 def _current_directory() -> str:
@@ -268,10 +275,9 @@ def _execute(command: list[str], theirs: socket.socket) -> subprocess.Popen[byte
     # works from daemonic processes, and needs neither __main__ nor a temporary directory.
     environment = {**os.environ, **_SINGLE_THREADED}
     output = _standard_error()
-    signals = {signal.SIGINT, signal.SIGTERM}
     # The mask is inherited through exec: a Ctrl-C during the child's start-up waits until the
     # child ignores it, instead of killing it with a traceback.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         return subprocess.Popen(
             command,

@@ -201,8 +201,10 @@ class Save:
 
         def stream(job: Job) -> ItemStream:
             tied = None if job.header else ties
+            # Only a staged state's tensors lie in the arena already.
+            find = arena.find if self._claim is not None else None
             return ItemStream(
-                items, job.positions, planner, tied, self._stream_for, job.header, arena.find
+                items, job.positions, planner, tied, self._stream_for, job.header, find
             )
 
         settings = self._settings(
@@ -266,6 +268,7 @@ class Save:
             result.index: result.storage_data for rank in results for result in rank
         }
         metadata.storage_meta = self.storage_meta()
+        _metadata.share_equal_parts(metadata)
         path = self._metadata_path()
         stale = self._stale_names(path, metadata) if self._options.overwrite else []
         try:
@@ -401,6 +404,7 @@ class Save:
         total_s = time.perf_counter() - self._times.begin_s
         report = replace(self.report, commit_s=self._times.commit_s, total_s=total_s)
         self.report = report
+        where = report.checkpoint_id
         logger.info(
             "Saved %s: %d bytes in %d files by %d workers; staged %.3f s, wrote %.3f s, "
             "total %.3f s, %.2f GiB/s",
@@ -414,7 +418,10 @@ class Save:
             report.gib_per_s,
         )
         if self.is_coordinator or not self.use_collectives:
-            self._tell("save_committed")
+            try:
+                self._tell("save_committed")
+            except Exception:  # the checkpoint exists: a handler cannot take it back
+                logger.exception("The event handler failed after %s was saved", where)
 
     def _tell(self, name: str, path: str | None = None, error: BaseException | None = None) -> None:
         handler = self._options.event_handler

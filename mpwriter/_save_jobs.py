@@ -17,6 +17,7 @@ from mpwriter._compat import storage_info
 from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
 from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
+from mpwriter._process import import_path
 from mpwriter._staging_kinds import tensor_spec
 from mpwriter._staging_ties import TieTable
 from mpwriter._storage import pickled_filesystem
@@ -109,7 +110,7 @@ def job_starter(
     pickled: tuple[Any, Any] = (None, None)
     if not in_trainer_only:
         pickled = (pickled_filesystem(fs), options.pickled_extensions if extended else None)
-    cwd, umask = _current_directory(), _current_umask()
+    cwd, umask, paths = _current_directory(), _current_umask(), import_path()
 
     def start(job: Job, attempt: int, in_trainer: bool) -> StartJob:
         filesystem, extensions = own if in_trainer else pickled
@@ -125,6 +126,7 @@ def job_starter(
             extensions=extensions,
             header=job.header,
             offsets=job.offsets,
+            sys_path=paths,
         )
 
     return start

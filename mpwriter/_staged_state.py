@@ -111,6 +111,10 @@ class Claim:
         lease.hold()
         self._holds = True
 
+    @property
+    def ended(self) -> bool:
+        return not self._holds
+
     def end(self, *, finalizing: bool = False) -> None:
         """Again does nothing."""
         holds, self._holds = self._holds, False
@@ -162,7 +166,8 @@ class StagedState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(dict(super().items()), memo)
 
-    def claim(self) -> None:
+    def claim(self) -> Claim | None:
         """Begin a save of it on this thread. Raises: see `items`."""
         if self.lease is not None:
             _this_thread.claim = Claim(self.lease, self.path)
+        return _this_thread.claim

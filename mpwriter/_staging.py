@@ -85,7 +85,8 @@ class ItemStream:
         planner: resolves an item when its turn comes.
         ties: shared by the files of a save; None where tied values are written twice.
         stream_for: see `_streams`.
-        find: the extent of a tensor that lies in the arena already, as a staged one does.
+        find: the extent of a tensor that lies in the arena already, as a staged one does; None
+            where there are none.
         specs: safetensors only: what the file's header says, item by item.
 
     Not thread-safe. `restart()` begins again from the first item.
@@ -99,7 +100,7 @@ class ItemStream:
         ties: TieTable | None,
         stream_for: StreamFactory,
         specs: Sequence[ItemSpec] = (),
-        find: Callable[[torch.Tensor], Extent | None] = lambda tensor: None,
+        find: Callable[[torch.Tensor], Extent | None] | None = None,
     ) -> None:
         self._items = items
         self._positions = positions
@@ -227,7 +228,7 @@ class ItemStream:
             return
         self.written.append(position)
         self._spec = spec
-        extent = self._find(tensor) if spec.nbytes else None
+        extent = self._find(tensor) if self._find is not None and spec.nbytes else None
         if extent is not None:
             self._part = StagedPart(extent)
         else:

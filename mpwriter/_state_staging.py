@@ -194,7 +194,7 @@ class StateStaging:
         if inner is not None:
             self._collect_all(inner)
             return
-        detached = tensor.detach()
+        detached = _detached(tensor)
         if type(detached) is torch.Tensor:
             self._note(detached)
         else:
@@ -262,6 +262,13 @@ class StateStaging:
 _PRIVATE = -1
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.detach()
+    except Exception:  # a subclass that cannot: to be told with its key, where it is copied
+        return None
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:

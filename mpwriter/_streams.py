@@ -88,9 +88,9 @@ def accelerator_stream() -> StreamFactory:
     streams: dict[torch.device, CopyStream] = {}
 
     def stream_for(tensor: torch.Tensor) -> CopyStream | None:
-        device = tensor.device
-        if device.type == "cpu":
+        if tensor.is_cpu:
             return None
+        device = tensor.device
         stream = streams.get(device)
         if stream is None:
             module = torch.get_device_module(device)

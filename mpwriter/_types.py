@@ -103,6 +103,7 @@ class StartJob:
     extensions: Any = None
     header: tuple[ItemSpec, ...] = ()  # safetensors: every item of the file, in file order
     offsets: tuple[tuple[int, ...], ...] = ()  # where each of them lies in its whole tensor
+    sys_path: tuple[str, ...] = ()  # the trainer's, to import the filesystem's class from
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,24 @@ class Put:
     sequence: int  # counts from 0 within a job; acknowledged in this order
     segment: int
     pieces: list[Piece]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As lists of numbers: pickle takes 2 us for a named tuple, and there is one a tensor.
+        specs = [piece.spec for piece in self.pieces]
+        offsets = [piece.offset for piece in self.pieces]
+        sizes = [piece.nbytes for piece in self.pieces]
+        return _put, (self.job, self.sequence, self.segment, specs, offsets, sizes)
+
+
+def _put(
+    job: int,
+    sequence: int,
+    segment: int,
+    specs: list[ItemSpec | None],
+    offsets: list[int],
+    sizes: list[int],
+) -> Put:
+    return Put(job, sequence, segment, list(map(Piece, specs, offsets, sizes)))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,24 @@ from mpwriter._types import (
     UnmapSegment,
 )
 
-__all__ = ["ABORTED", "BOOTSTRAP", "JobServer", "main"]
+__all__ = ["ABORTED", "BOOTSTRAP", "GROUP_SIGNALS", "JobServer", "main"]
+
+# Sent to whole process groups: by terminals (INT, QUIT, HUP), schedulers (TERM, USR1, USR2, XCPU)
+# and timers that are inherited. What they mean is for the trainer to say.
+GROUP_SIGNALS = frozenset(
+    {
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGQUIT,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+        signal.SIGALRM,
+        signal.SIGVTALRM,
+        signal.SIGPROF,
+    }
+)
 
 # What the new interpreter runs. Until sys.path is the trainer's only built-in modules may be
 # imported: with -c the first entry is the current directory, where any name may be shadowed.
@@ -139,6 +156,8 @@ class JobServer:
             with contextlib.suppress(OSError):
                 os.chdir(start.cwd)
             os.umask(start.umask)
+            if start.sys_path and sys.path != list(start.sys_path):
+                sys.path[:] = start.sys_path  # the trainer's has changed since this process began
         try:
             parts = JobParts.of(start)
         except Exception as exc:
@@ -231,12 +250,11 @@ def _serve(channel: Channel) -> None:
 
 def _settle(trainer_pid: int) -> None:
     """Make this process independent of the terminal's signals, dependent on the trainer's life."""
-    # The trainer gets Ctrl-C and the scheduler's SIGTERM too and decides what becomes of the
+    # The trainer gets Ctrl-C and the scheduler's signals too and decides what becomes of the
     # save. They were blocked from before the exec, so that none could fall into start-up.
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     # What a filesystem prints is to be seen when it happens, not when a buffer is full.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

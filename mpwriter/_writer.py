@@ -175,8 +175,6 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
             worker_cores=None if worker_cores is None else tuple(worker_cores),
             event_handler=event_handler,
         )
-        if self._options.timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         if async_staging and not HAS_ASYNC_STAGING:
             raise NotImplementedError("async_staging needs a torch that has AsyncSaveResponse")
         self._async_staging = async_staging

@@ -15,7 +15,7 @@ from mpwriter import MPFsspecWriter
 from mpwriter._arena import get_arena
 from tests.trainers import wait_until
 
-__all__ = ["async_save", "leased_bytes", "save_threads", "settled", "wait_for_saves"]
+__all__ = ["ALONE", "async_save", "leased_bytes", "save_threads", "settled", "wait_for_saves"]
 
 # torch 2.7 has no such option: it looks whether there is a process group.
 ALONE = {"no_dist": True} if "no_dist" in signature(dcp.async_save).parameters else {}

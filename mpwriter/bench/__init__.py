@@ -4,7 +4,7 @@ Runs in: trainer (the benchmark's own process). `scripts/benchmark.py` is its co
 
     main ---> sync_mode ----> timing, fresh -------------------> subjects, places ---> states
      |            `---------> sync_report ---> stats, table, plot
-     |------> async_mode ---> training, references, checkpoint_process
+     |------> async_mode ---> async_timing, training, neighbours, references, checkpoint_process
      |            |---------> async_subjects ------------------> subjects, places ---> states
      |            `---------> async_report ---> stats, table, plot
      `------> options, machine

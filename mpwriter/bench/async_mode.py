@@ -1,22 +1,13 @@
 """Asynchronous saves: what they cost the training loop that goes on meanwhile.
 
 Runs in: trainer. One run at a time, from the main thread, which trains.
-
-    idle | async_save ...  |  the loop runs while the save does   | cleaning up, not measured
-         |<--- stall ----->|<------------ window ---------------->|
-                                    saved ^   ^ end of that step
-
-    lost = stall + window - steps in the window x seconds of an idle step
 """
 
 from __future__ import annotations
 
-import gc
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mpwriter._redact import scrub
 from mpwriter.bench.async_subjects import AsyncSubject, Saver, choose_async_subjects
+from mpwriter.bench.async_timing import AsyncSample, timed_async_save
 from mpwriter.bench.checkpoint_process import (
     end_checkpoint_process,
     release_descriptors,
@@ -37,55 +29,15 @@ from mpwriter.bench.states import BenchState, build_state, nested, on_device
 from mpwriter.bench.training import StillRunningError, TrainingLoop
 from mpwriter.bench.verify import verify_checkpoint
 
-__all__ = ["AsyncFigures", "AsyncSample", "failure_text", "measure_async", "timed_async_save"]
+__all__ = ["AsyncFigures", "failure_text", "measure_async"]
 
-_SAVE_LIMIT_S = 600.0
 _MAX_FAILURE_CHARS = 100
 
-# Seconds of training before a save, and how often to wait as long for a calm machine.
+# Seconds of training before a save, and how often to wait as long for a machine that is calm; a
+# save beside which something else has run is made again.
 _IDLE_S, _QUICK_IDLE_S = 0.6, 0.1
-_MAX_CALM_TRIES = 10
-
-
-@dataclass(frozen=True)
-class AsyncSample:
-    """One save in the background.
-
-    Attributes:
-        stall_s: until `async_save` returned, the writer's construction included.
-        staged_s: from the call until the tensors may change.
-        save_s: from the call to the complete checkpoint.
-        window_s: from the return to the end of the first step after that.
-        steps_s: of the training steps in the window.
-        idle_steps_s: of those just before the call.
-        calm: whether these ran at full speed; else something else keeps the machine busy.
-    """
-
-    stall_s: float
-    staged_s: float
-    save_s: float
-    window_s: float
-    steps_s: Sequence[float] = field(repr=False)
-    idle_steps_s: Sequence[float] = field(repr=False)
-    calm: bool = True
-
-    @property
-    def idle_step_s(self) -> float:
-        return sum(self.idle_steps_s) / len(self.idle_steps_s)
-
-    @property
-    def share(self) -> float:
-        """Steps per second in the window over those before the call."""
-        return len(self.steps_s) * self.idle_step_s / self.window_s
-
-    @property
-    def lost_s(self) -> float:
-        """Training time that the save took away: the stall, and the loss of speed."""
-        return self.stall_s + self.window_s * (1 - self.share)
-
-    @property
-    def longest_gap_s(self) -> float:
-        return max(self.steps_s)
+_MAX_IDLE_TRIES = 5
+_MAX_SAVES = 3
 
 
 @dataclass
@@ -137,54 +89,6 @@ def measure_async(
     return figures
 
 
-def timed_async_save(
-    subject: AsyncSubject,
-    saver: Saver,
-    url: str,
-    loop: TrainingLoop,
-    *,
-    idle_s: float,
-    max_calm_tries: int = 1,
-) -> AsyncSample:
-    """Save once while the loop trains, and measure; nothing is removed.
-
-    Args:
-        subject: how.
-        saver: holds the state.
-        url: of the checkpoint.
-        loop: trains on this thread.
-        idle_s: seconds of training before the call, to compare with.
-        max_calm_tries: how often to train as long, where something else slows the machine down.
-
-    Raises:
-        Whatever the call or the save raises; StillRunningError when it does not end.
-    """
-    gc.collect()  # what earlier saves left is not this one's to clean up
-    idle, calm = loop.run_calm(idle_s, max_calm_tries)
-    ends: dict[str, float] = {}
-    began = time.perf_counter()
-    started = saver.start(subject, url)
-    returned = time.perf_counter()
-    _note_end(started.saved, "saved", ends)
-    if started.staged is not None:
-        _note_end(started.staged, "staged", ends)
-    steps = loop.run_until(started.saved.done, _SAVE_LIMIT_S)
-    started.saved.result()
-    return AsyncSample(
-        stall_s=returned - began,
-        staged_s=ends.get("staged", returned) - began,
-        save_s=max(ends["saved"], returned) - began,
-        window_s=steps.window_s,
-        steps_s=steps.steps_s,
-        idle_steps_s=idle.steps_s,
-        calm=calm,
-    )
-
-
-def _note_end(future: Future[object], name: str, ends: dict[str, float]) -> None:
-    future.add_done_callback(lambda _: ends.__setitem__(name, time.perf_counter()))
-
-
 class _Run:
     """All rounds with one state: every subject in every round, in a new order each time."""
 
@@ -201,6 +105,8 @@ class _Run:
         self._options, self._loop, self._bar = options, loop, bar
         self._saver = Saver(state, place)
         self._process_runs = False
+        self._quick = options.quick
+        self._unverified = {s for s in subjects if s.writes_checkpoint and options.verify}
         self._figures = AsyncFigures(state.name, state.num_tensors, state.nbytes)
 
     def measure(self) -> AsyncFigures:
@@ -223,31 +129,42 @@ class _Run:
     def _one(self, subject: AsyncSubject, *, counted: bool) -> None:
         if subject not in self._figures.failures:
             self._bar.show(f"{self._state.name}: {subject.label}")
+            samples = self._saves(subject, _MAX_SAVES if counted and not self._quick else 1)
+            if subject in self._figures.failures:
+                self._recover(subject)
+            elif counted:
+                calmest = min(samples, key=lambda sample: sample.others)
+                self._figures.samples.setdefault(subject, []).append(calmest)
+        self._bar.step()
+
+    def _saves(self, subject: AsyncSubject, max_saves: int) -> list[AsyncSample]:
+        """Save until one is not disturbed, or it makes no sense to try again."""
+        samples: list[AsyncSample] = []
+        while len(samples) < max_saves:
             if subject.checkpointer == "process" and not self._process_runs:
                 start_checkpoint_process()
                 self._process_runs = True
             url = self._place.fresh_url()
             sample = self._save(subject, url)
-            if sample is None:
-                self._recover(subject)
-            elif counted:
-                self._figures.samples.setdefault(subject, []).append(sample)
-            elif self._options.verify and subject.writes_checkpoint:
+            if sample is not None and subject in self._unverified:
+                self._unverified.discard(subject)
                 verify_checkpoint(self._state, self._place, url)
             self._place.remove(url)
-        self._bar.step()
+            samples += [] if sample is None else [sample]
+            if sample is None or sample.calm or not sample.began_calm:
+                break
+        return samples
 
     def _save(self, subject: AsyncSubject, url: str) -> AsyncSample | None:
         """Save; note a failure, so that the subject is left out from then on."""
-        quick = self._options.quick
         try:
             return timed_async_save(
                 subject,
                 self._saver,
                 url,
                 self._loop,
-                idle_s=_QUICK_IDLE_S if quick else _IDLE_S,
-                max_calm_tries=1 if quick else _MAX_CALM_TRIES,
+                idle_s=_QUICK_IDLE_S if self._quick else _IDLE_S,
+                max_idle_tries=1 if self._quick else _MAX_IDLE_TRIES,
             )
         except StillRunningError:
             raise  # it still runs, beside whatever would come next

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from mpwriter.bench.async_mode import AsyncFigures, AsyncSample
+from mpwriter.bench.async_mode import AsyncFigures
 from mpwriter.bench.async_subjects import AsyncSubject
+from mpwriter.bench.async_timing import AsyncSample
 from mpwriter.bench.stats import Summary, ratio, summarize
 from mpwriter.bench.table import MISSING, format_bytes, format_ratio, format_seconds, render_table
 from mpwriter.bench.training import percentile
@@ -46,9 +47,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class AsyncRow:
-    """One line of the table. Seconds; medians over the rounds but for `p99_s`."""
+    """One line of the table. Seconds; medians over the rounds but for `p99_s`.
+
+    `disturbed`: other programs ran beside every save, so that the figures are not the save's alone;
+    saves that were disturbed do not count where there are others.
+    """
 
     subject: AsyncSubject
+    disturbed: bool
     stall: Summary
     staged: Summary
     save: Summary
@@ -59,14 +65,19 @@ class AsyncRow:
 
 
 def async_rows(figures: AsyncFigures) -> list[AsyncRow]:
-    """A row for each subject that did not fail, best ones of a family not first."""
+    """A row for each subject that did not fail: ours, then stock, then the floor."""
 
     def summary(samples: Sequence[AsyncSample], value: Callable[[AsyncSample], float]) -> Summary:
         return summarize([value(sample) for sample in samples])
 
+    counted = {
+        subject: [sample for sample in samples if sample.calm] or samples
+        for subject, samples in figures.samples.items()
+    }
     return [
         AsyncRow(
             subject,
+            disturbed=not samples[0].calm,
             stall=summary(samples, lambda sample: sample.stall_s),
             staged=summary(samples, lambda sample: sample.staged_s),
             save=summary(samples, lambda sample: sample.save_s),
@@ -75,7 +86,7 @@ def async_rows(figures: AsyncFigures) -> list[AsyncRow]:
             longest_gap=summary(samples, lambda sample: sample.longest_gap_s),
             p99_s=percentile([step for sample in samples for step in sample.steps_s], 0.99),
         )
-        for subject, samples in sorted(figures.samples.items(), key=lambda item: _order(item[0]))
+        for subject, samples in sorted(counted.items(), key=lambda item: _order(item[0]))
     ]
 
 
@@ -114,7 +125,10 @@ def _references(figures: AsyncFigures) -> list[str]:
         lines.append(f"{'idle training:':38}{rate:.0f} steps/s, p99 {p99}, longest {longest}")
     num_busy = sum(not sample.calm for sample in samples)
     if num_busy:
-        lines.append(f"{num_busy} of {len(samples)} saves began while something else ran here")
+        lines.append(
+            f"{num_busy} of {len(samples)} saves were disturbed by other programs; they count only "
+            "in rows with a *, which have no others"
+        )
     return lines
 
 
@@ -136,7 +150,7 @@ def _table(figures: AsyncFigures) -> str:
 def _cells(row: AsyncRow, copy_s: float | None, stock: AsyncRow | None) -> list[str]:
     stores = row.subject.writes_checkpoint
     return [
-        row.subject.label,
+        row.subject.label + " *" * row.disturbed,
         _ms(row.stall.median),
         format_ratio(ratio(row.stall.median, copy_s)),
         _ms(row.staged.median) if row.staged.median > row.stall.median else MISSING,
@@ -214,6 +228,7 @@ def async_figures_as_json(figures: AsyncFigures) -> dict[str, Any]:
                     for name in ("stall", "staged", "save", "share", "lost", "longest_gap")
                 },
                 "p99_s": row.p99_s,
+                "disturbed": row.disturbed,
                 "samples": [_sample_as_json(one) for one in figures.samples[row.subject]],
             }
             for row in async_rows(figures)

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mpwriter._compat import HAS_ASYNC_STAGING
 from tests import leaks
 from tests.trainers import Trainer, TrainerHost
+
+# Each is for one kind of torch only.
+collect_ignore = ["test_without_async_staging.py" if HAS_ASYNC_STAGING else "test_async_modes.py"]
 
 
 @pytest.fixture(scope="session")

@@ -199,18 +199,6 @@ def test_memory_comes_back_when_what_was_staged_is_never_saved(tmp_path: Path) -
     assert_holds(tmp_path / "x", small_state(2))
 
 
-def test_memory_comes_back_when_a_future_of_a_staging_is_never_used(tmp_path: Path) -> None:
-    """The writer itself keeps no staged state alive."""
-    writer = MPFsspecWriter(tmp_path / "x", num_workers=1, async_staging=True)
-    staging = writer.stage(small_state())
-    staging.result(30)  # type: ignore[union-attr]
-    assert leased_bytes() > 0
-    del staging
-    writer.synchronize_staging()
-    writer.close()
-    assert leased_bytes() == 0
-
-
 def test_saves_that_fail_leave_nothing_when_there_are_many(tmp_path: Path, plan: FaultPlan) -> None:
     """Invariant 10: descriptors and memory flat over failures of all kinds."""
     counts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from mpwriter import FsspecReader
 from mpwriter._arena import get_arena
+from mpwriter._compat import SerializationFormat
 from tests.asyncs import async_save, settled, wait_for_saves
-from tests.states import Tied, assert_loads_everywhere, assert_same, load_into, shard_bytes
+from tests.extensions import Mask, Rotate, registry
+from tests.states import (
+    Tied,
+    assert_loads_everywhere,
+    assert_same,
+    blank,
+    load_into,
+    shard_bytes,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +122,39 @@ def test_save_names_the_key_when_it_refuses_a_tensor(kind: str, tmp_path: Path) 
     error = settled(async_save(state, tmp_path / "x"))
     assert error is not None and ("odd.one" in str(error) or kind == "jagged")
     assert not (tmp_path / "x" / ".metadata").exists()
+
+
+# -- ways to write ------------------------------------------------------------------------------
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "safetensors": {"serialization_format": SerializationFormat.SAFETENSORS},
+    "transformed": {"_extensions": [Mask(3), Rotate(5)]},
+    "a file for each": {"single_file_per_rank": False},
+    "a tiny window": {"per_worker_copy_ahead": 1},
+    "durable": {"sync_files": True, "num_workers": 3},
+}
+
+
+@pytest.mark.parametrize("way", [*_WAYS, "in the trainer"])
+def test_save_holds_the_values_of_the_call_however_they_are_written(
+    way: str, tmp_path: Path
+) -> None:
+    """A01: workers read the staged memory in every format, and so does the trainer itself."""
+    path = "memory://async-kinds" if way == "in the trainer" else str(tmp_path / "x")
+    state = {
+        **{f"w{n}": torch.randn(n * 1000, 3).to(torch.bfloat16) for n in range(5)},
+        "large": torch.randn(1 << 20).t(),
+        "strided": torch.randn(40, 60).t()[::2],
+        "scalar": torch.tensor(2.5),
+        "text": "x" * 10_000,
+    }
+    expected = copy.deepcopy(state)
+    for number in range(2):
+        future = async_save(state, path, **_WAYS.get(way, {}))
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        assert settled(future) is None
+        reader = FsspecReader(path, _extension_registry=registry())
+        assert_same(load_into(blank(expected), reader), expected, str(number))
+        state = copy.deepcopy(expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -205,8 +208,6 @@ def test_staging_raises_from_every_signal_when_it_fails(
 
 def test_writer_is_pickled_without_its_threads_when_it_has_staged(tmp_path: Path) -> None:
     """G05: torch's process mode pickles it."""
-    import pickle
-
     writer = MPFsspecWriter(tmp_path / "x", num_workers=1, async_staging=True)
     response = async_save(small_state(1), writer=writer)
     copied = pickle.loads(pickle.dumps(writer))
@@ -216,3 +217,30 @@ def test_writer_is_pickled_without_its_threads_when_it_has_staged(tmp_path: Path
     assert settled(response.upload_completion) is None
     assert_holds(tmp_path / "x", small_state(2))
     copied.close()
+
+
+def test_memory_comes_back_when_a_future_of_a_staging_is_never_used(tmp_path: Path) -> None:
+    """The writer itself keeps no staged state alive."""
+    writer = MPFsspecWriter(tmp_path / "x", num_workers=1, async_staging=True)
+    staging = writer.stage(small_state())
+    staging.result(30)  # type: ignore[union-attr]
+    assert leased_bytes() > 0
+    del staging
+    # The thread that has copied lets go of it in its own time.
+    wait_for_saves()
+    writer.synchronize_staging()
+    writer.close()
+
+
+def test_writer_brings_its_filesystem_along_when_it_is_pickled(
+    tmp_path: Path, plan: FaultPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a process that does not know what the user's program has registered."""
+    pickled = pickle.dumps(MPFsspecWriter(f"fault://{tmp_path}/x", num_workers=1, **plan.options))
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "fault")
+    with pytest.raises(ValueError, match="fault"):
+        fsspec.filesystem("fault")
+    writer = pickle.loads(pickled)
+    assert settled(async_save(small_state(), writer=writer)) is None
+    assert plan.calls("open", "*.distcp")
+    assert_holds(tmp_path / "x", small_state())

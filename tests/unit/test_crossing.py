@@ -36,6 +36,8 @@ FDS_OF_A_SEGMENT = 2  # one of ours, one of torch's
 @pytest.fixture(autouse=True)
 def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_crossing, "_crossed", threading.Event())
+    # As all versions of torch but 2.7; see the test of the other way.
+    monkeypatch.setattr(_crossing, "SENDS_WHERE_IT_SAVES", True)
     get_arena().trim()
     yield
     claim_of_this_thread()
@@ -186,6 +188,59 @@ def test_sending_claims_the_state_for_the_thread_that_waits() -> None:
     assert leased_bytes() == 0
     with pytest.raises(RuntimeError, match="saved before"):
         pickle.dumps(staged)
+
+
+def test_sending_waits_until_the_save_before_is_over() -> None:
+    """G05: torch shares one pipe among the threads of all saves in flight."""
+    order: list[str] = []
+    sent, answered = threading.Event(), threading.Event()
+
+    def save(name: str) -> None:
+        pickle.dumps(states[name])
+        order.append(f"{name} is sent")
+        sent.set()
+        assert answered.wait(30)
+        order.append(f"{name} is over")
+
+    states = {name: stage({"w": torch.ones(MIB)}) for name in ("first", "second", "third")}
+    threads = [threading.Thread(target=save, args=("first",))]
+    threads[0].start()
+    assert sent.wait(30)
+    for name in ("second", "third"):
+        threads.append(threading.Thread(target=save, args=(name,)))
+        threads[-1].start()
+    threads[1].join(0.3)
+    assert order == ["first is sent"]
+    answered.set()
+    for thread in threads:
+        thread.join(30)
+    assert [line.split()[0] for line in order[::2]] == [line.split()[0] for line in order[1::2]]
+    assert len(order) == 6 and leased_bytes() == 0
+
+
+def test_sending_goes_on_where_no_save_follows() -> None:
+    """By hand, in the trainer's own thread, and again in another one."""
+    pickle.dumps(stage({"w": torch.ones(3)}))
+    pickle.dumps(stage({"w": torch.ones(3)}))
+    claim = claim_of_this_thread()
+    assert claim is not None
+    claim.end()
+    thread = threading.Thread(target=pickle.dumps, args=(stage({"w": torch.ones(3)}),))
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_sending_claims_nothing_when_a_queue_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.7: its thread outlives the saves, so the lease ends with the state itself."""
+    monkeypatch.setattr(_crossing, "SENDS_WHERE_IT_SAVES", False)
+    states = [stage({"w": torch.ones(MIB)}) for _ in range(2)]
+    for state in states:
+        pickle.dumps(state)
+    assert claim_of_this_thread() is None
+    assert leased_bytes() >= 8 * MIB
+    del state, states
+    assert leased_bytes() == 0
 
 
 def test_arrived_state_has_a_lease_of_its_own() -> None:

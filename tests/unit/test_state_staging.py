@@ -75,6 +75,15 @@ def test_copy_leases_only_the_selected_bytes() -> None:
     assert torch.equal(staged["a"], large[100:200])
 
 
+@pytest.mark.parametrize("sizes", [[0], [0, 5], [1 << 20, 0], [0, 1 << 20, 0, 3, 0], []])
+def test_copy_leases_next_to_nothing_for_empty_tensors(sizes: list[int]) -> None:
+    """Wherever they stand among small and large ones."""
+    state = {f"w{n}": torch.full((size,), n) for n, size in enumerate(sizes)}
+    staged = stage(state)
+    assert_same(dict(staged.__copy__()), state)
+    assert leased_bytes() <= 8 * sum(sizes) + 64 * (len(sizes) + 1)
+
+
 def test_copy_takes_no_neighbours_along_when_a_staged_tensor_is_pickled() -> None:
     """What a planner pickles whole (a tuple): not the memory of every other tensor as well."""
     state = {"large": torch.ones(4 << 20), "pair": (torch.arange(3), [torch.zeros(2), 1])}

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import mpwriter
+import mpwriter._pool
 import mpwriter._state_staging as state_staging
 from mpwriter._arena import Arena, get_arena
 from mpwriter._staged_state import StagedState
@@ -123,6 +125,16 @@ def test_trim_unmaps_what_stagings_remember() -> None:
     assert _is_mapped()
     get_arena().trim()
     assert not _is_mapped()
+
+
+def test_shutdown_frees_the_memory_when_no_worker_was_ever_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mpwriter._pool, "_pool", None)
+    stage({"w": torch.ones(MIB)})
+    assert get_arena().stats().claimed_bytes
+    mpwriter.shutdown()
+    assert not get_arena().stats().claimed_bytes
 
 
 def _is_mapped() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mpwriter._arena import get_arena
@@ -185,6 +186,17 @@ def test_copy_rebuilds_a_wrapper_around_staged_tensors() -> None:
     assert staged["w"].a is staged["in"][0].a
 
 
+def test_copy_keeps_a_tensor_that_is_a_list_of_shards() -> None:
+    """What torchrec puts into a DTensor: it has no `__tensor_flatten__`."""
+    shards = [torch.randn(3, 2), torch.randn(3, 4)]
+    expected = [shard.clone() for shard in shards]
+    staged = stage({"w": LocalShardsWrapper(shards, [(0, 0), (0, 2)])})["w"]
+    for shard in shards:
+        shard.zero_()
+    assert type(staged) is LocalShardsWrapper
+    assert_same(staged.local_shards(), expected)
+
+
 # -- what cannot be staged ----------------------------------------------------------------------
 
 
@@ -214,6 +226,24 @@ def test_prepare_raises_with_the_key_when_a_tensor_has_no_memory(kind: str) -> N
     with pytest.raises(StagingError, match=r"'model\.list\.2'") as caught:
         stage(state)
     assert caught.value.key == "model.list.2"
+    assert leased_bytes() == 0
+
+
+class _Uncooperative(torch.Tensor):
+    """Can be asked for nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("detach", "clone", "__deepcopy__"):
+            raise NotImplementedError(f"{func.__name__}: this tensor does nothing")
+        return super().__torch_function__(func, kinds, args, kwargs or {})
+
+
+def test_prepare_raises_with_the_key_when_a_tensor_cannot_be_copied() -> None:
+    odd = torch.randn(3).as_subclass(_Uncooperative)
+    with pytest.raises(StagingError, match=r"'model\.odd'.*does nothing") as caught:
+        stage({"plain": torch.ones(3), "model": {"odd": odd}})
+    assert (caught.value.key, caught.value.original_type) == ("model.odd", "NotImplementedError")
     assert leased_bytes() == 0
 
 
