@@ -28,6 +28,7 @@ from zlib import crc32
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -85,13 +86,14 @@ def dumps(metadata: Metadata) -> bytes:
 
 
 def share_equal_parts(metadata: Metadata) -> None:
-    """Let equal sizes and tensor properties of a checkpoint be the same object, in place.
+    """Let equal sizes, chunks and tensor properties of a checkpoint be the same object, in place.
 
     A pickle holds an object once, however often it is met: for 20,000 tensors of a few shapes the
     file is half as long and written in half the time. Nothing compares differently afterwards.
     """
     sizes: dict[torch.Size, torch.Size] = {}
     properties: dict[Any, TensorProperties] = {}
+    chunks: dict[tuple[torch.Size, torch.Size], ChunkStorageMetadata] = {}
     for entry in metadata.state_dict_metadata.values():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -105,9 +107,10 @@ def share_equal_parts(metadata: Metadata) -> None:
         )
         entry.properties = properties.setdefault(kind, found)
         entry.size = sizes.setdefault(entry.size, entry.size)
-        for chunk in entry.chunks:
+        for number, chunk in enumerate(entry.chunks):
             chunk.offsets = sizes.setdefault(chunk.offsets, chunk.offsets)
             chunk.sizes = sizes.setdefault(chunk.sizes, chunk.sizes)
+            entry.chunks[number] = chunks.setdefault((chunk.offsets, chunk.sizes), chunk)
     for index in metadata.storage_data or ():
         if index.offset is not None:
             # Frozen, but its hash and what it is equal to stay the same.

@@ -90,10 +90,23 @@ def async_rows(figures: AsyncFigures) -> list[AsyncRow]:
     ]
 
 
-def best_stock_row(rows: Iterable[AsyncRow], checkpointer: str | None = None) -> AsyncRow | None:
-    """The stock row that loses the least, of one mode where it is named."""
-    chosen = (row for row in rows if row.subject.is_stock)
-    return _least_lost(row for row in chosen if checkpointer in (None, row.subject.checkpointer))
+def best_stock_row(
+    rows: Iterable[AsyncRow], checkpointer: str | None = None, *, as_it_comes: bool = False
+) -> AsyncRow | None:
+    """The stock row that loses the least.
+
+    Args:
+        rows: among which.
+        checkpointer: only this mode, where it is named.
+        as_it_comes: only writers with their own staging, without a stager that is kept.
+    """
+    return _least_lost(
+        row
+        for row in rows
+        if row.subject.is_stock
+        and checkpointer in (None, row.subject.checkpointer)
+        and not (as_it_comes and row.subject.staging)
+    )
 
 
 def async_state_report(figures: AsyncFigures) -> str:
@@ -182,11 +195,14 @@ def _state_findings(figures: AsyncFigures) -> list[str]:
     for mode in dict.fromkeys(row.subject.checkpointer for row in ours):
         best = _least_lost(row for row in ours if row.subject.checkpointer == mode)
         assert best is not None
-        lines.append(_lost_finding(best, best_stock_row(rows, mode), f"best stock in a {mode}"))
+        stock = best_stock_row(rows, mode)
+        plain = best_stock_row(rows, mode, as_it_comes=True)
+        lines.append(_lost_finding(best, plain, f"best stock writer in a {mode}"))
+        if stock != plain:
+            lines.append(_lost_finding(best, stock, f"best stock in a {mode}"))
         lines.append(_gap_finding(best, rows))
-    thread_stock, overall = best_stock_row(rows, "thread"), best_stock_row(rows)
-    best = _least_lost(ours)
-    if best is not None and overall is not None and overall != thread_stock:
+    best, overall = _least_lost(ours), best_stock_row(rows)
+    if best is not None and overall is not None:
         lines.append(_lost_finding(best, overall, "best stock of all"))
     lines += [
         f"{subject.label} {text}"

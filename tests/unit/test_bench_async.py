@@ -108,6 +108,9 @@ def test_best_stock_is_the_row_that_loses_the_least(figures: AsyncFigures) -> No
     best = best_stock_row(async_rows(figures))
     assert best is not None
     assert best.subject == KEPT
+    plain = best_stock_row(async_rows(figures), as_it_comes=True)
+    assert plain is not None
+    assert plain.subject == STOCK
     assert best_stock_row(async_rows(figures), "process") is None
 
 
@@ -149,7 +152,8 @@ def test_findings_answer_what_a_reader_asks(figures: AsyncFigures) -> None:
     text = "\n".join(async_findings([figures]))
     assert "the call takes 60.0 ms, 1.50x a plain copy" in text
     assert "best stock in a thread 1.100 s (FsspecWriter n=4 thread, stager kept)" in text
-    assert "best stock in a process: none that works" in text
+    assert "best stock writer in a thread 2.200 s (FsspecWriter n=1 thread), ratio" in text
+    assert "best stock writer in a process: none that works" in text
     assert "longest gap 10.0 ms (MPFsspecWriter n=2 process), writes nothing thread 30.0 ms" in text
 
 
