@@ -22,7 +22,7 @@ from typing import Any
 from mpwriter._container import Frame, crc32, frame
 from mpwriter._safetensors import dcp_metadata, safetensors_header
 from mpwriter._sink import Sink, open_sink
-from mpwriter._types import ItemSpec, JobDone, Piece, Put, StartJob
+from mpwriter._types import ItemSpec, JobDone, Put, StartJob
 
 __all__ = ["FileJob", "JobParts"]
 
@@ -86,10 +86,10 @@ class FileJob:
     def put(self, put: Put) -> None:
         """Write the pieces of one message; afterwards their extents are free."""
         buffer = self._buffers[put.segment]
-        for piece in put.pieces:
-            if piece.spec is not None:
-                self._begin_item(piece.spec)
-            self._payload(buffer[piece.offset : piece.offset + piece.nbytes], piece)
+        for spec, offset, nbytes in zip(put.specs, put.offsets, put.sizes, strict=True):
+            if spec is not None:
+                self._begin_item(spec)
+            self._payload(buffer[offset : offset + nbytes], nbytes)
             if self._remaining_bytes == 0:
                 self._end_item()
 
@@ -143,17 +143,15 @@ class FileJob:
             self._frame = frame(spec.dtype, spec.shape, spec.nbytes, position)
             self._emit(self._frame.prefix)
 
-    def _payload(self, view: memoryview, piece: Piece) -> None:
-        if piece.nbytes > self._remaining_bytes:
-            raise ValueError(
-                f"a piece of {piece.nbytes} bytes where {self._remaining_bytes} are due"
-            )
+    def _payload(self, view: memoryview, nbytes: int) -> None:
+        if nbytes > self._remaining_bytes:
+            raise ValueError(f"a piece of {nbytes} bytes where {self._remaining_bytes} are due")
         if self._frame is not None:
             begin_s = time.perf_counter()
             self._crc = crc32(view, self._crc)
             self._crc_s += time.perf_counter() - begin_s
         self._emit(view)
-        self._remaining_bytes -= piece.nbytes
+        self._remaining_bytes -= nbytes
 
     def _end_item(self) -> None:
         if self._frame is not None:

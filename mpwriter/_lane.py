@@ -250,7 +250,7 @@ class Lane:
         nbytes = 0
         while self._in_flight and self._in_flight[0][0] <= ack.sequence:
             batch = self._in_flight.popleft()[1]
-            nbytes += sum(piece.nbytes for piece in batch.pieces)
+            nbytes += sum(batch.sizes)
             self._take_back(batch)
         return nbytes
 
@@ -307,7 +307,8 @@ class Lane:
         self._announce()
         self._in_flight.append((self._sequence, batch))
         self._reach(batch.segment)
-        self.peer.send(Put(self.attempt, self._sequence, batch.segment, batch.pieces))
+        pieces = (batch.specs, batch.offsets, batch.sizes)
+        self.peer.send(Put(self.attempt, self._sequence, batch.segment, *pieces))
         self._sequence += 1
 
     def _announce(self) -> None:

@@ -36,7 +36,7 @@ from mpwriter._staging_kinds import (
 from mpwriter._staging_parts import BlockPart, BytesPart, Part, Slot, StagedPart, open_tensor
 from mpwriter._staging_ties import TieTable
 from mpwriter._streams import CopyEvent, CopyStream, StreamFactory
-from mpwriter._types import Extent, ItemSpec, Piece
+from mpwriter._types import Extent, ItemSpec
 from mpwriter.errors import StagingError
 
 __all__ = ["Batch", "ItemStream"]
@@ -58,7 +58,9 @@ class Batch:
 
     segment: int
     slot: Slot | None  # None: the pieces lie where the tensors were staged
-    pieces: list[Piece]
+    specs: list[ItemSpec | None] = field(default_factory=list)  # these three: see `Put`
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     events: list[CopyEvent] = field(default_factory=list)
     held: list[torch.Tensor] = field(default_factory=list)  # sources of copies under way
 
@@ -150,10 +152,10 @@ class ItemStream:
         if not self.needs_slot():
             return None if self.exhausted else self._staged_batch()
         assert slot is not None
-        batch = Batch(slot.segment, slot, [])
+        batch = Batch(slot.segment, slot)
         streams: dict[int, CopyStream] = {}
         cursor = 0
-        while len(batch.pieces) < _MAX_BATCH_PIECES:
+        while len(batch.sizes) < _MAX_BATCH_PIECES:
             if self._part is None and not self._advance():
                 break
             assert self._part is not None
@@ -169,16 +171,15 @@ class ItemStream:
 
     def _staged_batch(self) -> Batch:
         assert isinstance(self._part, StagedPart)
-        batch = Batch(self._part.extent.segment, None, [])
+        batch = Batch(self._part.extent.segment, None)
         room = _STAGED_BATCH_BYTES
         while isinstance(self._part, StagedPart) and self._part.extent.segment == batch.segment:
             offset, nbytes = self._part.take(room)
-            batch.pieces.append(Piece(self._spec, offset, nbytes))
-            self._spec = None
+            self._add_piece(batch, offset, nbytes)
             room -= nbytes
             if self._part.remaining == 0:
                 self._part = None
-            if room <= 0 or len(batch.pieces) >= _MAX_BATCH_PIECES:
+            if room <= 0 or len(batch.sizes) >= _MAX_BATCH_PIECES:
                 break
             if self._part is None and not self._advance():
                 break
@@ -259,6 +260,12 @@ class ItemStream:
             self._spec_cache[kind] = cached
         return cached
 
+    def _add_piece(self, batch: Batch, offset: int, nbytes: int) -> None:
+        batch.specs.append(self._spec)
+        batch.offsets.append(offset)
+        batch.sizes.append(nbytes)
+        self._spec = None  # what follows goes on with the same item
+
     # -- copies --------------------------------------------------------------------------
 
     def _take(
@@ -280,8 +287,7 @@ class ItemStream:
         if part.stream is not None and nbytes:
             streams[id(part.stream)] = part.stream
             batch.held.extend(part.held())
-        batch.pieces.append(Piece(self._spec, slot.offset + start, nbytes))
-        self._spec = None
+        self._add_piece(batch, slot.offset + start, nbytes)
         if part.remaining == 0:
             self._part = None
         return nbytes

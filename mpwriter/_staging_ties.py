@@ -22,7 +22,9 @@ class TieTable:
     """
 
     def __init__(self) -> None:
-        self._positions_at: dict[int, tuple[int, ...]] = {}
+        # Numbers where one will do: a tuple each for 20,000 tensors would be enough to set off a
+        # full collection of Python's garbage collector.
+        self._positions_at: dict[int, int | tuple[int, ...]] = {}
         self.owner_of: dict[int, int] = {}  # position of a tied item -> position of the written one
 
     def tied(
@@ -30,9 +32,11 @@ class TieTable:
     ) -> bool:
         """Whether `tensor` equals the view of an earlier position; if not, remember it."""
         address = tensor.data_ptr()
-        earlier = self._positions_at.setdefault(address, (position,))
-        if earlier[0] == position:
+        earlier = self._positions_at.setdefault(address, position)
+        if earlier == position:
             return False
+        if isinstance(earlier, int):
+            earlier = (earlier,)
         for other in earlier:
             if other != position and _same_view(tensor, resolve(other)):
                 self.owner_of[position] = other

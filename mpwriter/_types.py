@@ -31,7 +31,6 @@ __all__ = [
     "JobStarted",
     "MapSegment",
     "Message",
-    "Piece",
     "Put",
     "Ready",
     "StartJob",
@@ -58,17 +57,6 @@ class ItemSpec(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     key: str = ""  # set only where the container stores names (safetensors)
-
-
-class Piece(NamedTuple):
-    """The next bytes of an item: `spec` for its first piece, None for a continuation.
-
-    An item without bytes has one piece of nbytes 0. `offset` counts from the segment's start.
-    """
-
-    spec: ItemSpec | None
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -108,28 +96,20 @@ class StartJob:
 
 @dataclass(frozen=True)
 class Put:
+    """The next pieces of a file: piece n is `sizes[n]` bytes at `offsets[n]` of the segment.
+
+    `specs[n]` says which item begins with it, None that it goes on with the one before; an item
+    without bytes has one piece of size 0. Three lists, not one of records: there is a piece a
+    tensor, a record takes pickle 2 us, and 1,000 of them a message keep the trainer's garbage
+    collector busy.
+    """
+
     job: int
     sequence: int  # counts from 0 within a job; acknowledged in this order
     segment: int
-    pieces: list[Piece]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As lists of numbers: pickle takes 2 us for a named tuple, and there is one a tensor.
-        specs = [piece.spec for piece in self.pieces]
-        offsets = [piece.offset for piece in self.pieces]
-        sizes = [piece.nbytes for piece in self.pieces]
-        return _put, (self.job, self.sequence, self.segment, specs, offsets, sizes)
-
-
-def _put(
-    job: int,
-    sequence: int,
-    segment: int,
-    specs: list[ItemSpec | None],
-    offsets: list[int],
-    sizes: list[int],
-) -> Put:
-    return Put(job, sequence, segment, list(map(Piece, specs, offsets, sizes)))
+    specs: list[ItemSpec | None]
+    offsets: list[int]
+    sizes: list[int]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mpwriter._redact import scrub
@@ -26,7 +27,7 @@ from mpwriter.bench.places import Place
 from mpwriter.bench.progress import ProgressBar
 from mpwriter.bench.references import CopyTimes, measure_copies
 from mpwriter.bench.states import BenchState, build_state, nested, on_device
-from mpwriter.bench.training import StillRunningError, TrainingLoop
+from mpwriter.bench.training import LOOPS, StillRunningError, TrainingLoop
 from mpwriter.bench.verify import verify_checkpoint
 
 __all__ = ["AsyncFigures", "failure_text", "measure_async"]
@@ -75,9 +76,9 @@ def measure_async(
     )
     figures = []
     num_steps = len(options.states) * len(subjects) * (options.num_rounds + 1)
-    with _quiet_dcp(), ProgressBar(num_steps) as bar:
+    with _torch_threads(options.torch_threads), _quiet_dcp(), ProgressBar(num_steps) as bar:
         bar.show("starting")
-        loop = TrainingLoop(options.device)
+        loop = LOOPS[options.loop](options.device)
         try:
             for name in options.states:
                 state = on_device(nested(build_state(name, quick=options.quick)), options.device)
@@ -191,6 +192,18 @@ def failure_text(error: BaseException) -> str:
     lines = scrub(str(error)).strip().splitlines() or [""]
     text = f"failed: {type(error).__name__}: {lines[0]}"
     return text if len(text) <= _MAX_FAILURE_CHARS else text[: _MAX_FAILURE_CHARS - 3] + "..."
+
+
+@contextmanager
+def _torch_threads(number: int | None) -> Iterator[None]:
+    """With so many threads for torch's operators in this process; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpwriter.bench import async_report, sync_report
+from mpwriter.bench import async_report, discard, sync_report
 from mpwriter.bench.async_mode import AsyncFigures, measure_async
 from mpwriter.bench.machine import describe_load, describe_machine, redact_command, redact_url
 from mpwriter.bench.options import Options, parse_options
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = "--plot needs matplotlib, which is not installed: pip install 'mpwriter[bench]'"
         print(message, file=sys.stderr)
         return 2
+    discard.register()
     with open_place(options.url, options.storage_options) as place:
         head = {
             "command": redact_command(["benchmark.py", *argv]),

@@ -14,8 +14,9 @@ from mpwriter.bench.places import parse_storage_options
 from mpwriter.bench.states import STATE_NAMES
 from mpwriter.bench.subjects import FAMILIES
 
-__all__ = ["CHECKPOINTERS", "PASSES", "Options", "parse_options"]
+__all__ = ["CHECKPOINTERS", "LOOPS", "PASSES", "Options", "parse_options"]
 
+LOOPS = ("training", "matmul")
 CHECKPOINTERS = ("thread", "process")
 PASSES = ("timing", "cold", "memory")
 
@@ -48,6 +49,8 @@ class Options:
         storage_options: for the filesystem of `url`.
         checkpointers: which of CHECKPOINTERS, mode async only.
         device: where the state and the training loop are, mode async only.
+        loop: which of LOOPS the trainer runs, mode async only.
+        torch_threads: of the trainer's operators, mode async only; None leaves them as they are.
         passes: which of PASSES, mode sync only.
         num_rounds: counted rounds of the timing pass.
         num_cold_rounds: fresh processes per subject of the cold pass.
@@ -67,6 +70,8 @@ class Options:
     threads: Sequence[int]
     checkpointers: Sequence[str]
     device: str
+    loop: str
+    torch_threads: int | None
     passes: Sequence[str]
     num_rounds: int
     num_cold_rounds: int
@@ -106,6 +111,8 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         threads=given.threads or threads,
         checkpointers=given.checkpointers,
         device=given.device,
+        loop=given.loop,
+        torch_threads=given.torch_threads,
         passes=given.passes or (["timing"] if given.quick else list(PASSES)),
         num_rounds=given.rounds or (_QUICK_ROUNDS[given.mode] if given.quick else 5),
         num_cold_rounds=given.cold_rounds or (1 if given.quick else 3),
@@ -126,7 +133,11 @@ def _parser(modes: Sequence[str]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--mode", choices=modes, default=modes[0], help="what to measure (%(default)s)")
-    add("--url", help="any fsspec URL or directory to save below (the temporary directory)")
+    add(
+        "--url",
+        help="any fsspec URL or directory to save below (the temporary directory); "
+        "discard:// throws everything away",
+    )
     add(
         "--storage-option",
         action="append",
@@ -174,6 +185,14 @@ def _add_lists(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", help="mode async: where state and training are (%(default)s)"
     )
+    parser.add_argument(
+        "--loop", choices=LOOPS, default=LOOPS[0],
+        help="mode async: what the trainer does meanwhile (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--torch-threads", type=_count, metavar="N",
+        help="mode async: threads of the trainer's operators (torch's own number)",
+    )  # fmt: skip
 
 
 def _count(text: str) -> int:

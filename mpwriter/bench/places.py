@@ -58,10 +58,12 @@ class Place:
 @contextmanager
 def open_place(url: str | None, storage_options: Mapping[str, Any]) -> Iterator[Place]:
     """A new directory below `url` (default: the temporary directory), removed at the end."""
-    parent = tempfile.gettempdir() if url is None else url.rstrip("/")
+    parent = tempfile.gettempdir() if url is None else url
     if "://" not in parent:
         parent = os.path.abspath(os.path.expanduser(parent))
-    place = Place(f"{parent}/mpwriter-bench-{secrets.token_hex(4)}", storage_options)
+    if not parent.endswith("://"):
+        parent = parent.rstrip("/") + "/"
+    place = Place(f"{parent}mpwriter-bench-{secrets.token_hex(4)}", storage_options)
     if place.local_path is not None:
         os.makedirs(place.local_path)
     try:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Steps", "StillRunningError", "TrainingLoop", "percentile"]
+__all__ = ["LOOPS", "MatmulLoop", "Steps", "StillRunningError", "TrainingLoop", "percentile"]
 
 _WIDTH, _NUM_LAYERS = 256, 4
 _BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -24,6 +24,8 @@ _LEAST_STEP_S = 2.5e-3
 _TRIAL_STEPS = 24
 # Turns of a Python loop per step: some 0.3 ms, a tenth of the step, as a data loader's share.
 _PYTHON_TURNS = 4000
+# Rows and columns of the matrices of a matmul loop: some 5 ms on one core of 50 GFLOP/s.
+_MATRIX_SIDE = 512
 
 
 class StillRunningError(RuntimeError):
@@ -103,6 +105,26 @@ class TrainingLoop:
             trial = [self.run_for(0).window_s for _ in range(_TRIAL_STEPS)]
             if min(trial) >= _LEAST_STEP_S:  # others can only make a step longer
                 return
+
+
+class MatmulLoop(TrainingLoop):
+    """Multiplies matrices and does nothing else: what a save costs in cores, not in the GIL.
+
+    Args:
+        device: where the matrices lie.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.left, self.right = torch.randn(2, _MATRIX_SIDE, _MATRIX_SIDE, device=device)
+        self.product = torch.empty_like(self.left)
+
+    def step(self) -> None:
+        """One product. Ends when it is known, on an accelerator too."""
+        torch.mm(self.left, self.right, out=self.product)
+        self.product[0, 0].item()
+
+
+LOOPS: dict[str, Callable[[str], TrainingLoop]] = {"training": TrainingLoop, "matmul": MatmulLoop}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

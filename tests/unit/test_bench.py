@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
-from mpwriter.bench import process_tree
+from mpwriter.bench import discard, process_tree
 from mpwriter.bench.machine import redact_command, redact_url
 from mpwriter.bench.main import main
 from mpwriter.bench.options import parse_options
@@ -291,6 +292,30 @@ def test_place_is_removed_when_a_save_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["ours", "fsspec", "plain"])
+def test_discarding_place_takes_whole_saves_and_keeps_nothing(family: str) -> None:
+    discard.register()
+    state = build_state("tiny", quick=True)
+    with open_place("discard://", {}) as place:
+        assert place.local_path is None
+        url = place.fresh_url()
+        assert url.startswith("discard://mpwriter-bench-")
+        Subject(family, 0 if family == "plain" else 1).save(state, place, url)
+        fs = fsspec.filesystem("discard")
+        assert fs.ls(url) == []
+        with pytest.raises(FileNotFoundError, match="nothing is kept"):
+            fs.open(f"{url}/.metadata")
+
+
+def test_discarding_file_counts_what_it_was_given() -> None:
+    discard.register()
+    with fsspec.filesystem("discard").open("discard://x", "wb") as stream:
+        assert stream.write(memoryview(bytes(10))) == 10
+        assert stream.seek(-4, os.SEEK_END) == 6
+        stream.write(b"abc")
+        assert stream.seek(0, os.SEEK_END) == 10
 
 
 def test_place_knows_no_local_path_when_remote() -> None:

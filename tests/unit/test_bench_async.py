@@ -35,7 +35,7 @@ from mpwriter.bench.places import open_place
 from mpwriter.bench.plot import plot_lost
 from mpwriter.bench.references import CopyTimes, measure_copies
 from mpwriter.bench.states import build_state, measure_state, nested, on_device
-from mpwriter.bench.training import StillRunningError, TrainingLoop, percentile
+from mpwriter.bench.training import LOOPS, MatmulLoop, StillRunningError, TrainingLoop, percentile
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -270,6 +270,29 @@ def test_loop_takes_real_steps() -> None:
     assert loop.run_for(0).window_s > 0
 
 
+def test_matmul_loop_takes_real_steps() -> None:
+    loop = LOOPS["matmul"]("cpu")
+    assert isinstance(loop, MatmulLoop)
+    loop.step()
+    assert torch.equal(loop.product, loop.left @ loop.right)
+
+
+def test_torch_threads_are_as_before_after_a_run(tmp_path: Path) -> None:
+    """C13: a loop of one thread on two cores leaves one to the workers."""
+    argv = ["--mode", "async", "--states", "small", "--families", "planning", "--quick"]
+    argv += ["--checkpointers", "thread", "--loop", "matmul", "--torch-threads", "1"]
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    with open_place(str(tmp_path), {}) as place:
+        measure_async(
+            parse_options(argv, ["sync", "async"]),
+            place,
+            lambda figures: seen.append(torch.get_num_threads()),
+        )
+    assert seen == [1]
+    assert torch.get_num_threads() == before
+
+
 class FakeSaver(Saver):
     """Saves that end as the test says; the steps of `loop` drive them on."""
 
@@ -342,7 +365,7 @@ def test_measure_leaves_a_subject_out_once_it_has_failed(
         return sample(0.1, [0.01])
 
     monkeypatch.setattr(async_mode, "timed_async_save", save)
-    monkeypatch.setattr(async_mode, "TrainingLoop", lambda device: CountingLoop())
+    monkeypatch.setitem(async_mode.LOOPS, "training", lambda device: CountingLoop())
     options = parse_options(
         ["--mode", "async", "--quick", "--rounds", "3", "--states", "small",
          "--families", "fsspec", "planning", "--checkpointers", "thread"],
@@ -366,7 +389,7 @@ def test_measure_repeats_a_save_that_was_disturbed(
         return replace(sample(0.1, [0.01]), others=next(others))
 
     monkeypatch.setattr(async_mode, "timed_async_save", save)
-    monkeypatch.setattr(async_mode, "TrainingLoop", lambda device: CountingLoop())
+    monkeypatch.setitem(async_mode.LOOPS, "training", lambda device: CountingLoop())
     monkeypatch.setattr(async_mode, "measure_copies", lambda *_: CopyTimes(1, 1, 1, 1))
     options = parse_options(
         ["--mode", "async", "--rounds", "3", "--states", "tiny", "--families", "planning",

@@ -11,7 +11,7 @@ import torch
 from mpwriter._lane import Job, Lane, TrainerPeer, Window
 from mpwriter._staging import Batch
 from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
-from mpwriter._types import AbortJob, Ack, EndJob, ItemSpec, JobFailed, Message, Piece, Put
+from mpwriter._types import AbortJob, Ack, EndJob, ItemSpec, JobFailed, Message, Put
 
 SPEC = ItemSpec("uint8", (100,), 100)
 
@@ -69,7 +69,7 @@ class FakeStream:
         self._left -= 1
         self.filled.append(slot)
         segment, offset = (7, 0) if slot is None else (slot.segment, slot.offset)
-        batch = Batch(segment, slot, [Piece(SPEC, offset, 100)])
+        batch = Batch(segment, slot, [SPEC], [offset], [100])
         if self.copies:
             batch.events.append(self.copies.pop(0))
         return batch
@@ -209,7 +209,7 @@ def test_lane_begins_again_with_all_its_slots_when_an_attempt_has_failed(setup: 
     setup.step_until_it_rests()
     start, *puts = setup.peer.sent
     assert start.job == 2 and [(put.job, put.sequence) for put in puts] == [(2, 0), (2, 1), (2, 2)]
-    assert len({put.pieces[0].offset for put in puts}) == 3
+    assert len({put.offsets[0] for put in puts}) == 3
     assert setup.num_leases == 1
 
 

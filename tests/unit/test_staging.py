@@ -52,10 +52,10 @@ def drain(
             return [bytes(item) for item in items]
         wait(batch)
         assert batch.slot is not None
-        for piece in batch.pieces:
-            if piece.spec is not None:
+        for spec, offset, nbytes in zip(batch.specs, batch.offsets, batch.sizes, strict=True):
+            if spec is not None:
                 items.append(bytearray())
-            items[-1] += batch.slot.buffer[piece.offset : piece.offset + piece.nbytes]
+            items[-1] += batch.slot.buffer[offset : offset + nbytes]
 
 
 def raw(tensor: torch.Tensor) -> bytes:

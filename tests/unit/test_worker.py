@@ -26,7 +26,6 @@ from mpwriter._types import (
     JobStarted,
     MapSegment,
     Message,
-    Piece,
     Put,
     StartJob,
     UnmapSegment,
@@ -88,7 +87,7 @@ def start_of(job: int, path: Path, filesystem: Any = None) -> StartJob:
 
 
 def put_of(job: int, sequence: int = 0, *, spec: ItemSpec | None = SPEC, nbytes: int = 1024) -> Put:
-    return Put(job, sequence, SEGMENT, [Piece(spec, 0, nbytes)])
+    return Put(job, sequence, SEGMENT, [spec], [0], [nbytes])
 
 
 def failed(messages: list[Message]) -> JobFailed:
@@ -114,8 +113,8 @@ def test_server_answers_every_step_of_a_job(setup: Setup, tmp_path: Path) -> Non
 
 
 def test_server_joins_the_pieces_of_an_item(setup: Setup, tmp_path: Path) -> None:
-    first = Put(1, 0, SEGMENT, [Piece(SPEC, 0, 1000)])
-    second = Put(1, 1, SEGMENT, [Piece(None, 1000, 24), Piece(SPEC, 1024, 1024)])
+    first = Put(1, 0, SEGMENT, [SPEC], [0], [1000])
+    second = Put(1, 1, SEGMENT, [None, SPEC], [1000, 1024], [24, 1024])
     replies = setup.send(start_of(1, tmp_path / "file"), first, second, EndJob(1))
     done = replies[-1]
     assert isinstance(done, JobDone) and len(done.offsets) == 2
@@ -160,10 +159,10 @@ def test_server_discards_the_file_when_the_filesystem_fails(
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ([Put(1, 0, 99, [Piece(SPEC, 0, 1024)])], "99"),
+        ([Put(1, 0, 99, [SPEC], [0], [1024])], "99"),
         ([put_of(1, nbytes=1000), EndJob(1)], "24 bytes of an item are missing"),
         ([put_of(1, nbytes=1000), put_of(1, 1)], "24 bytes of an item are missing"),
-        ([Put(1, 0, SEGMENT, [Piece(SPEC, 0, 1025)])], "1025"),
+        ([Put(1, 0, SEGMENT, [SPEC], [0], [1025])], "1025"),
     ],
     ids=["no such segment", "item not complete", "next item too early", "piece too long"],
 )
