@@ -8,6 +8,7 @@ A trainer that saves the same state again gets the same extents for it, and here
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _REMEMBERED = 4
 
 
 class _Known(NamedTuple):
-    offsets: list[int]
+    offsets: Sequence[int]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     tensors: list[torch.Tensor]
@@ -46,11 +47,12 @@ class StagedViews:
         self,
         arena: Arena,
         extents: Sequence[Extent],
-        packs: list[int],
-        offsets: list[int],
-        likes: Sequence[torch.Tensor],
+        packs: Sequence[int],
+        offsets: Sequence[int],
+        dtypes: list[torch.dtype],
+        shapes: list[torch.Size],
     ) -> list[torch.Tensor]:
-        """One row-major tensor per item of `likes`, of its dtype and shape.
+        """One row-major tensor of each dtype and shape.
 
         Each on a storage of its own bytes only: where a planner pickles it, as part of a tuple, a
         view of the whole segment would take all of its neighbours along.
@@ -66,10 +68,10 @@ class StagedViews:
             if (
                 known is None
                 or known.offsets != offsets
-                or not _alike(known.dtypes, known.shapes, likes)
+                or known.dtypes != dtypes
+                or known.shapes != shapes
             ):
-                made = _make(arena, extents, packs, offsets, likes)
-                dtypes, shapes = [t.dtype for t in made], [t.shape for t in made]
+                made = _make(arena, extents, packs, offsets, dtypes, shapes)
                 known = _Known(offsets, dtypes, shapes, made)
             self._known[key] = known
             while len(self._known) > _REMEMBERED:
@@ -90,40 +92,29 @@ class StagedViews:
 views = StagedViews()
 
 
-def _alike(
-    dtypes: list[torch.dtype], shapes: list[torch.Size], likes: Sequence[torch.Tensor]
-) -> bool:
-    if len(shapes) != len(likes):
-        return False
-    for dtype, shape, like in zip(dtypes, shapes, likes, strict=True):
-        if like.dtype is not dtype or like.shape != shape:
-            return False
-    return True
-
-
 def _make(
     arena: Arena,
     extents: Sequence[Extent],
-    packs: list[int],
-    offsets: list[int],
-    likes: Sequence[torch.Tensor],
+    packs: Sequence[int],
+    offsets: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[torch.Size],
 ) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     strides_of: dict[torch.Size, list[int]] = {}
     made = []
     with torch.inference_mode(False):
-        for like, pack, within in zip(likes, packs, offsets, strict=True):
+        for dtype, shape, pack, within in zip(dtypes, shapes, packs, offsets, strict=True):
             segment, offset, _ = extents[pack]
             storage = storages.get(segment)
             if storage is None:
                 storage = storages[segment] = arena.storage(segment)
-            shape = like.shape
             strides = strides_of.get(shape)
             if strides is None:
                 strides = strides_of[shape] = row_major(shape)
             start = offset + within
-            own: Any = storage[start : start + like.nbytes]
-            made.append(torch.empty(0, dtype=like.dtype, device="cpu").set_(own, 0, shape, strides))
+            own: Any = storage[start : start + math.prod(shape) * dtype.itemsize]
+            made.append(torch.empty(0, dtype=dtype, device="cpu").set_(own, 0, shape, strides))
     return made
 
 

@@ -18,7 +18,6 @@ __all__ = [
     "bytes_of",
     "check_memory",
     "dtype_name",
-    "has_plain_memory",
     "is_plain",
     "serialized",
     "tensor_spec",
@@ -33,16 +32,6 @@ def tensor_spec(dtype: torch.dtype, shape: Sequence[int], nbytes: int, key: str 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether a Tensor or Parameter is a strided one with values."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_meta
-    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -16,9 +16,10 @@ copied to ordinary memory, as the stock stager does.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -27,7 +28,13 @@ from mpwriter._arena import arena_unavailable_reason, get_arena
 from mpwriter._compat import ShardedTensor, copy_each, inner_tensors, rewrap, with_shards
 from mpwriter._staged_state import StagedLease, StagedState
 from mpwriter._staged_views import views
-from mpwriter._staging_kinds import check_memory, has_plain_memory
+from mpwriter._state_tensors import (
+    PLAIN_TYPES,
+    PRIVATE,
+    StateTensors,
+    inner_of,
+    key_of_first_failure,
+)
 from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
 from mpwriter.errors import StagingError
 
@@ -60,11 +67,7 @@ class StateStaging:
     ) -> None:
         self._stream_for = stream_for
         self._path = path
-        self._all_on_cpu = True
-        self._sources: list[torch.Tensor] = []
-        self._first_at: dict[int, int] = {}  # address -> index of the first tensor there
-        self._other_views: dict[tuple[Any, ...], int] = {}  # of such an address -> index
-        self._slots: list[int] = []  # index in `_sources` of each tensor met, in walking order
+        self._tensors = StateTensors()
         self._targets: list[torch.Tensor] = []
         self._state: StagedState | None = None
         self._memo: dict[int, Any] = {}
@@ -80,9 +83,9 @@ class StateStaging:
             TypeError, StagingError: a value cannot be copied; names its key.
         """
         try:
-            self._collect(state)
+            self._tensors.collect(state)
         except ValueError as exc:
-            raise _staging_error(_key_of_first_failure(state), exc) from exc
+            raise _staging_error(key_of_first_failure(state), exc) from exc
         lease = self._lease(budget_bytes, timeout_s)
         try:
             self._build_state(state, lease)
@@ -91,7 +94,7 @@ class StateStaging:
             raise
 
     def _build_state(self, state: Mapping[str, Any], lease: StagedLease) -> None:
-        self._met = iter(self._slots)
+        self._met = iter(self._tensors.slots)
         self._state = StagedState(self._build_items(state.items(), None))
         self._state.lease, self._state.path = lease, self._path
         self._memo.clear()
@@ -109,10 +112,10 @@ class StateStaging:
 
     def _open_streams(self) -> list[CopyStream | None]:
         """One entry per source, None for the CPU's own copies; empty where all are such."""
-        if self._stream_for is None and self._all_on_cpu:
+        if self._stream_for is None and self._tensors.all_on_cpu:
             return []
         stream_for = self._stream_for or accelerator_stream()
-        return [stream_for(source) for source in self._sources]
+        return [stream_for(source) for source in self._tensors.sources]
 
     @torch.no_grad()
     def copy(self) -> StagedState:
@@ -132,7 +135,7 @@ class StateStaging:
             if isinstance(exc, Exception):
                 raise _staging_error(None, exc) from exc
             raise
-        self._sources.clear()
+        self._tensors.sources.clear()
         return state
 
     def _give_up(self, state: StagedState, recorded: Mapping[int, CopyStream]) -> None:
@@ -143,90 +146,43 @@ class StateStaging:
             state.lease.release()
 
     def _issue(self, recorded: dict[int, CopyStream]) -> None:
-        if self._streams:
-            on_cpu = []
-            for index, stream in enumerate(self._streams):
-                if stream is None:
-                    on_cpu.append(index)
-                    continue
-                recorded[id(stream)] = stream
-                stream.copy(self._targets[index], self._sources[index])
-            _copy_on_cpu([self._targets[n] for n in on_cpu], [self._sources[n] for n in on_cpu])
-        else:
-            _copy_on_cpu(self._targets, self._sources)
+        targets, sources = self._targets, self._tensors.sources
+        if not self._streams:
+            _copy_on_cpu(targets, sources)
+            return
+        on_cpu = []
+        for index, stream in enumerate(self._streams):
+            if stream is None:
+                on_cpu.append(index)
+                continue
+            recorded[id(stream)] = stream
+            stream.copy(targets[index], sources[index])
+        _copy_on_cpu([targets[n] for n in on_cpu], [sources[n] for n in on_cpu])
 
     def _lease(self, budget_bytes: int | None, timeout_s: float | None) -> StagedLease:
         arena = get_arena()
         if arena_unavailable_reason() is not None:
-            self._targets = [
-                torch.empty(like.shape, dtype=like.dtype, device="cpu") for like in self._sources
-            ]
+            sources = self._tensors.sources
+            self._targets = [torch.empty(s.shape, dtype=s.dtype, device="cpu") for s in sources]
             return StagedLease(arena, ())
-        sizes, packs, offsets = _pack([source.nbytes for source in self._sources])
+        tensors = self._tensors
+        sizes, packs, offsets = _pack(tuple(tensors.sizes))
         extents = arena.lease_many(sizes, budget_bytes=budget_bytes, timeout_s=timeout_s)
         lease = StagedLease(arena, extents)
         try:
-            self._targets = views.on(arena, extents, packs, offsets, self._sources)
+            self._targets = views.on(arena, extents, packs, offsets, tensors.dtypes, tensors.shapes)
         except BaseException:
             lease.release()
             raise
         return lease
 
-    # -- the first walk: note every tensor -----------------------------------------------
-
-    def _collect(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._collect_tensor(value)
-        elif isinstance(value, Mapping):
-            self._collect_all(value.values())
-        elif type(value) in (list, tuple):
-            self._collect_all(value)
-
-    def _collect_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if type(value) in _PLAIN_TYPES:
-                self._note(value)
-            else:
-                self._collect(value)
-
-    def _collect_tensor(self, tensor: torch.Tensor) -> None:
-        inner = None if type(tensor) in _PLAIN_TYPES else _inner(tensor)
-        if inner is not None:
-            self._collect_all(inner)
-            return
-        detached = _detached(tensor)
-        if type(detached) is torch.Tensor:
-            self._note(detached)
-        else:
-            self._slots.append(_PRIVATE)  # a subclass that is more than its values
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        if not has_plain_memory(tensor):
-            self._slots.append(_PRIVATE)
-            return
-        check_memory(tensor)
-        sources = self._sources
-        # The caller's state dict holds every storage while we look: equal addresses are equal
-        # memory. Empty tensors share the address 0.
-        first = self._first_at.setdefault(tensor.data_ptr(), len(sources))
-        if first < len(sources) and tensor.nbytes:
-            if not _same_view(tensor, sources[first]):
-                first = self._other_views.setdefault(_view_of(tensor), len(sources))
-            if first < len(sources):
-                self._slots.append(first)
-                return
-        if not tensor.is_cpu:
-            self._all_on_cpu = False
-        self._slots.append(len(sources))
-        sources.append(tensor)
-
     # -- the second walk: the same structure around the staged tensors -------------------
 
     def _build(self, value: Any, key: str) -> Any:
-        if type(value) in _PLAIN_TYPES:
+        if type(value) in PLAIN_TYPES:
             return self._staged(value, key)
         if isinstance(value, torch.Tensor):
-            inner = _inner(value)
+            inner = inner_of(value)
             if inner is not None:
                 return _around(value, [self._build(part, key) for part in inner])
             return self._staged(value, key)
@@ -244,9 +200,9 @@ class StateStaging:
         """`key`: of what holds them; None at the top level."""
         met, targets = self._met, self._targets
         for name, value in items:
-            if type(value) in _PLAIN_TYPES:  # most values of a large state: no call for each
+            if type(value) in PLAIN_TYPES:  # most values of a large state: no call for each
                 slot = next(met)
-                if slot != _PRIVATE:
+                if slot != PRIVATE:
                     yield name, targets[slot]
                     continue
                 yield name, _private_copy(value, _join(key, name))
@@ -255,28 +211,7 @@ class StateStaging:
 
     def _staged(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         slot = next(self._met)
-        return _private_copy(tensor, key) if slot == _PRIVATE else self._targets[slot]
-
-
-# Marks a tensor that is no plain strided one: it is copied to ordinary memory.
-_PRIVATE = -1
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor | None:
-    try:
-        return tensor.detach()
-    except Exception:  # a subclass that cannot: to be told with its key, where it is copied
-        return None
-
-
-def _inner(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """The tensors that a wrapper is made of; None for what is no wrapper."""
-    if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    names = inner_tensors(tensor)
-    return None if names is None else [getattr(tensor, name) for name in names]
+        return _private_copy(tensor, key) if slot == PRIVATE else self._targets[slot]
 
 
 def _around(tensor: torch.Tensor, inner: list[torch.Tensor]) -> torch.Tensor:
@@ -309,22 +244,6 @@ def _join(key: str | None, name: Any) -> str:
     return str(name) if key is None else f"{key}.{name}"
 
 
-def _key_of_first_failure(value: Any) -> str:
-    """The key of the first tensor that has no memory to be read."""
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[Any, Any]] = value.items()
-    elif type(value) in (list, tuple):
-        items = enumerate(value)
-    else:
-        return ""
-    for name, inner in items:
-        try:
-            StateStaging()._collect(inner)
-        except ValueError:
-            return f"{name}.{_key_of_first_failure(inner)}".rstrip(".")
-    return ""
-
-
 def _staging_error(key: str | None, exc: Exception) -> StagingError:
     what = "the state" if key is None else repr(key)
     name = type(exc).__name__
@@ -337,36 +256,12 @@ def _settle(recorded: Mapping[int, CopyStream]) -> None:
         stream.record().synchronize()
 
 
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.nbytes > 0
-        and one.device == other.device
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-    )
-
-
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same view of the same memory."""
-    return (
-        tensor.data_ptr(),
-        tensor.device,
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def _pack(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+@functools.lru_cache(maxsize=4)  # a trainer saves the same state again and again
+def _pack(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Put small tensors into packs.
 
     Returns:
-        The sizes of the extents to lease; of each tensor, which extent and where in it. Lists of
+        The sizes of the extents to lease; of each tensor, which extent and where in it. All of
         numbers, not of tuples: the garbage collector counts objects that can hold others.
     """
     extents: list[int] = []
@@ -386,7 +281,7 @@ def _pack(sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         offsets.append(used)
         extents[open_pack] = used + size
         used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return extents, packs, offsets
+    return tuple(extents), tuple(packs), tuple(offsets)
 
 
 def _copy_on_cpu(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

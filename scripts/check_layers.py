@@ -29,7 +29,10 @@ LAYERS: list[list[set[str]]] = [
     [{"_writer", "_save", "_feed", "_lane"}, {"_reader", "_fetch"}],
     [
         {"_pool", "_process"},
-        {"_staging", "_streams", "_staged_state", "_staged_views", "_state_staging", "_crossing"},
+        {
+            *("_staging", "_streams", "_staged_state", "_staged_views"),
+            *("_state_staging", "_state_tensors", "_crossing"),
+        },
         {"_planning"},
     ],
     [
