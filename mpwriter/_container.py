@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpwriter._tensor_pickle import ELEMENT_BYTES, dump_tensor, num_elements
+from mpwriter._types import MIN_DIRECT_BYTES, PAGE_BYTES
 
 try:
     from isal.isal_zlib import crc32
@@ -102,7 +103,11 @@ def frame(dtype: str, shape: tuple[int, ...], nbytes: int, position: int) -> Fra
 
     Thread-safe. Frames are cached: a miss costs about 10 times a hit.
     """
-    return _frame(dtype, shape, nbytes, position % ALIGNMENT_BYTES)
+    return _frame(dtype, shape, nbytes, position % _alignment(nbytes))
+
+
+def _alignment(nbytes: int) -> int:
+    return PAGE_BYTES if nbytes >= MIN_DIRECT_BYTES else ALIGNMENT_BYTES
 
 
 def frame_layout(container: memoryview) -> tuple[int, int, int]:
@@ -123,9 +128,10 @@ def frame_layout(container: memoryview) -> tuple[int, int, int]:
 @lru_cache(maxsize=4096)
 def _frame(dtype: str, shape: tuple[int, ...], nbytes: int, phase: int) -> Frame:
     template = _template(dtype, shape, nbytes)
-    padding_bytes = -(phase + len(template.records) + template.header_bytes) % ALIGNMENT_BYTES
+    alignment = _alignment(nbytes)
+    padding_bytes = -(phase + len(template.records) + template.header_bytes) % alignment
     if 0 < padding_bytes < 4:  # an extra field is at least its own id and size
-        padding_bytes += ALIGNMENT_BYTES
+        padding_bytes += alignment
     prefix = template.records + _payload_header(nbytes, padding_bytes)
     directory_offset = len(prefix) + nbytes + len(_DESCRIPTOR_SIGNATURE) + 4 + template.sizes_bytes
     return Frame(

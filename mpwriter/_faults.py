@@ -293,7 +293,8 @@ def _type_name(cls: type) -> str:
 
 def _formatted(exc: BaseException) -> str:
     try:
-        lines = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
+        lines = traceback.format_exception(type(exc), exc, exc.__traceback__)
     except Exception:
         return ""
-    return lines[-_MAX_TRACEBACK_CHARS:]
+    # Cut line by line: a message of megabytes would push out where it was raised.
+    return "".join(line[:_MAX_TEXT_CHARS] for line in lines)[-_MAX_TRACEBACK_CHARS:]

@@ -33,7 +33,8 @@ from mpwriter._feed_ends import (
     timeout_error,
     worker_report,
 )
-from mpwriter._lane import Job, Lane, TrainerPeer, Window, window_bytes
+from mpwriter._feed_lanes import LaneMaker
+from mpwriter._lane import Job, Lane, TrainerPeer
 from mpwriter._pool import WorkerPool
 from mpwriter._process import WorkerProcess
 from mpwriter._report import WorkerReport
@@ -41,7 +42,6 @@ from mpwriter._staging import ItemStream
 from mpwriter._types import (
     Ack,
     ErrorRecord,
-    Extent,
     JobDone,
     JobFailed,
     JobRefused,
@@ -109,9 +109,8 @@ class JobFeed:
     ) -> None:
         self._settings = settings
         self._pending = deque(jobs)
-        self._job_bytes = job_bytes
         self._pool = pool
-        self._arena = arena
+        self._maker = LaneMaker(arena, settings.copy_ahead_bytes, settings.budget_bytes, job_bytes)
         self._lanes: list[Lane] = []
         self._trainer_reason = settings.trainer_reason
         self._done: dict[int, JobDone] = {}
@@ -148,7 +147,7 @@ class JobFeed:
                 if self._lanes:
                     return
                 self._settings.warn(self._trainer_reason)
-                self._lanes.append(self._trainer_lane())
+                self._lanes.append(self._maker.in_trainer())
             else:
                 lane = self._worker_lane()
                 if lane is None:
@@ -168,38 +167,7 @@ class JobFeed:
         if worker is None:
             return None
         worker.keep_quiet(self._settings.niceness, self._settings.worker_cores)
-        return Lane(worker, self._lease_window, partial(self._map, worker))
-
-    def _map(self, worker: WorkerProcess, segment: int) -> None:
-        if not worker.maps(segment):
-            worker.unmap_dead(self._arena.live_segments())
-            nbytes, fd = self._arena.segment_nbytes(segment), self._arena.segment_fd(segment)
-            worker.map_segment(segment, nbytes, fd)
-
-    def _lease_window(self) -> Window:
-        # The arena may give less than asked for: a smaller window is slower, not wrong.
-        extent = self._arena.lease(
-            window_bytes(self._settings.copy_ahead_bytes, self._job_bytes),
-            kind="window",
-            min_nbytes=_LEAST_WINDOW_BYTES,
-            budget_bytes=self._settings.budget_bytes,
-        )
-        try:
-            return Window.in_arena(self._arena, extent)
-        except BaseException:
-            self._arena.release(extent)
-            raise
-
-    def _trainer_lane(self) -> Lane:
-        peer = TrainerPeer()
-        size = window_bytes(self._settings.copy_ahead_bytes, self._job_bytes)
-        lease = partial(peer.window, min(size, _TRAINER_WINDOW_BYTES))
-        return Lane(peer, lease, partial(self._show, peer))
-
-    def _show(self, peer: TrainerPeer, segment: int) -> None:
-        if not peer.reaches(segment):
-            whole = Extent(segment, 0, self._arena.segment_nbytes(segment))
-            peer.reach(segment, self._arena.buffer(whole))
+        return self._maker.of_worker(worker)
 
     def _begin(self, lane: Lane, job: Job) -> None:
         lane.begin(job, self._start(lane, job), self._settings.stream(job))
@@ -287,6 +255,8 @@ class JobFeed:
         assert lane.job is not None
         if not error.transient or lane.job.attempts >= self._settings.retries:
             raise storage_error(error, lane)
+        if time.monotonic() - lane.job.gained_s > self._settings.timeout_s:
+            raise storage_error(error, lane)  # try after try, and none gets any further
         lane.job.attempts += 1
         pause_s = min(_MAX_RETRY_PAUSE_S, _RETRY_PAUSE_S * 2 ** (lane.job.attempts - 1))
         logger.warning(
@@ -359,18 +329,13 @@ class JobFeed:
             sleep_until_spoken_to(waiting, deadline_s)
         for lane in list(self._lanes):
             job, usable = lane.job, id(lane) in clean
+            # Also of one that has answered: an error may come after the file has got its name.
+            begun = job is not None and (job.attempts > 0 or not lane.unannounced)
             self._leave(lane, usable=usable)
-            if job is not None and not usable:
+            if job is not None and (begun or not usable):
                 self._settings.sweep(job)
         for job in self._finished:
             self._settings.remove(job)
-
-
-# A window this small still holds a few slots.
-_LEAST_WINDOW_BYTES = 64 * 1024
-
-# In the trainer nothing is copied ahead: the window only bounds the pieces.
-_TRAINER_WINDOW_BYTES = 8 << 20
 
 
 def _in_trainer(lane: Lane) -> bool:

@@ -56,12 +56,20 @@ class FileJob:
         start: what to write where.
         parts: its filesystem and extensions, as objects.
         buffers: the mapped segments by number; read at every `put`.
+        progressed: called whenever the file has taken bytes.
 
     Not thread-safe. Whoever made it calls `finish` or `discard`.
     """
 
-    def __init__(self, start: StartJob, parts: JobParts, buffers: _BUFFERS) -> None:
+    def __init__(
+        self,
+        start: StartJob,
+        parts: JobParts,
+        buffers: _BUFFERS,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._start = start
+        self._progressed = progressed
         self._buffers = buffers
         self._gathered = bytearray()
         self._offsets: list[int] = []
@@ -201,6 +209,7 @@ class FileJob:
         begin_s = time.perf_counter()
         self._sink.write(payload)
         self._write_s += time.perf_counter() - begin_s
+        self._progressed()
 
     def _open_transform(self) -> None:
         stream: Any = _Output(self._emit_plain)

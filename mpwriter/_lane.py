@@ -24,7 +24,17 @@ import torch
 from mpwriter._arena import Arena
 from mpwriter._staging import Batch, ItemStream
 from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
-from mpwriter._types import AbortJob, Ack, EndJob, Extent, ItemSpec, Message, Put, StartJob
+from mpwriter._types import (
+    PAGE_BYTES,
+    AbortJob,
+    Ack,
+    EndJob,
+    Extent,
+    ItemSpec,
+    Message,
+    Put,
+    StartJob,
+)
 from mpwriter._worker import JobServer
 
 __all__ = ["Job", "Lane", "Peer", "TrainerPeer", "Window", "window_bytes"]
@@ -56,6 +66,8 @@ class Job:
         path: as the filesystem names it; relative_path: its name in the checkpoint.
         positions: the plan's items that go into it; written: those that did, in file order,
             set when it is complete (items tied to another file's are left out).
+        attempts: tries that have failed. furthest_bytes: payload that the best of them got rid of;
+            gained_s: when it got so far, on the monotonic clock.
     """
 
     number: int
@@ -67,6 +79,8 @@ class Job:
     offsets: tuple[tuple[int, ...], ...] = ()
     attempts: int = 0
     written: list[int] = field(default_factory=list)
+    furthest_bytes: int = 0
+    gained_s: float = 0.0
 
 
 class Peer(Protocol):
@@ -138,7 +152,8 @@ class Window:
     ) -> None:
         nbytes = tensor.numel()
         self.slot_bytes = max(MIN_SLOT_BYTES, min(_MAX_SLOT_BYTES, nbytes // _MIN_SLOTS))
-        self.slot_bytes -= self.slot_bytes % 64  # slots keep the alignment of items
+        # Slots keep the alignment of items.
+        self.slot_bytes -= self.slot_bytes % (PAGE_BYTES if self.slot_bytes > PAGE_BYTES else 64)
         self.release = release
         address = tensor.data_ptr()
         self.slots: deque[Slot] = deque(
@@ -189,6 +204,7 @@ class Lane:
         self._staged: deque[Batch] = deque()
         self._in_flight: deque[tuple[int, Batch]] = deque()
         self._sequence = 0
+        self._taken_bytes = 0
         self._ended = False
 
     @property
@@ -219,7 +235,10 @@ class Lane:
         self.attempt = start.job
         self._sequence = 0
         self._ended = False
+        self._taken_bytes = 0
         self.progress_s = time.monotonic()
+        if job.attempts == 0:
+            job.gained_s = self.progress_s
 
     def begin_again(self, start: StartJob, at_s: float) -> None:
         """Repeat the job from its first item, not before `at_s` on the monotonic clock."""
@@ -252,6 +271,9 @@ class Lane:
             batch = self._in_flight.popleft()[1]
             nbytes += sum(batch.sizes)
             self._take_back(batch)
+        self._taken_bytes += nbytes
+        if self.job is not None and self._taken_bytes > self.job.furthest_bytes:
+            self.job.furthest_bytes, self.job.gained_s = self._taken_bytes, time.monotonic()
         return nbytes
 
     def end(self) -> Job:

@@ -24,6 +24,7 @@ __all__ = [
     "is_temporary_name",
     "move_file",
     "refuse_directory",
+    "require_directory",
     "sync_directory",
     "sync_file",
     "temporary_name",
@@ -67,6 +68,18 @@ def refuse_directory(fs: Any, path: str) -> None:
     """
     if os.path.isdir(path) if is_local(fs) else fs.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "a directory is in the way of the file", path)
+
+
+def require_directory(fs: Any, path: str) -> None:
+    """Look that a local directory is still there, where fsspec would make it again (auto_mkdir).
+
+    Whoever removed it has removed the files of this save that were in it.
+
+    Raises:
+        FileNotFoundError: it is not.
+    """
+    if getattr(fs, "auto_mkdir", False) and not os.path.isdir(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def wait_or_raise(num_stalls: int, error: OSError | None, path: str) -> None:

@@ -3,10 +3,9 @@
 Runs in: trainer, in the thread that saves.
 
     begin (storage_meta)      save id, location as of now
-    prepare (local plan)      directory; overwrite=False refuses here, before anything is touched
-    write (write_data)        buckets -> jobs -> workers; shards durable under names of this save
-    commit (finish)           coordinator: metadata swapped in atomically, then the shards that
-                              only the previous metadata named are removed
+    prepare (local plan)      the directory                     see `_commit`, which draws the
+    write (write_data)        buckets -> jobs -> workers        states of a checkpoint
+    commit (finish)           the coordinator's metadata
 """
 
 from __future__ import annotations
@@ -16,41 +15,29 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mpwriter import _metadata
 from mpwriter._arena import arena_unavailable_reason, get_arena
-from mpwriter._compat import DCP_VERSION
-from mpwriter._faults import stale_shard_names
+from mpwriter._commit import Commit, complete_metadata
 from mpwriter._feed import FeedSettings, JobFeed
 from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
 from mpwriter._planning import item_nbytes
 from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
-from mpwriter._report import ProgressLine, SaveEvent, SaveReport, WorkerReport, merge_workers
+from mpwriter._report import ProgressLine, SaveReport, WorkerReport, merge_workers
+from mpwriter._save_events import SaveEvents
 from mpwriter._save_jobs import Payload, job_starter, plan_jobs, results_of
 from mpwriter._staged_state import Claim
 from mpwriter._staging import ItemStream
 from mpwriter._staging_ties import TieTable
-from mpwriter._storage import (
-    Location,
-    as_storage_error,
-    file_exists,
-    make_directories,
-    read_file,
-    refusal,
-    remove_files,
-    warn_unless_atomic,
-)
+from mpwriter._storage import Location, refusal, remove_files
 from mpwriter._streams import StreamFactory, accelerator_stream
 from mpwriter._types import JobDone
-from mpwriter.errors import CheckpointExistsError, MPWriterError
 
 __all__ = ["Save"]
 
@@ -64,15 +51,6 @@ def _warn_once(reason: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
         logger.warning("Checkpoint files are written in the trainer, without workers: %s", reason)
-
-
-@dataclass
-class _Times:
-    begin_s: float = field(default_factory=time.perf_counter)
-    plan_s: float = 0.0
-    stage_s: float = 0.0
-    write_s: float = 0.0
-    commit_s: float = 0.0
 
 
 class Save:
@@ -94,26 +72,38 @@ class Save:
     ) -> None:
         self.location = location
         self.save_id = str(uuid.uuid4())
-        self.rank = 0
         self.is_coordinator = True
         self.use_collectives = True
-        self.report: SaveReport | None = None
         self._options = options
         self._stream_for = stream_for or accelerator_stream()
         self._claim = claim
-        self._times = _Times()
+        self._events = SaveEvents(
+            location.display, self.save_id, options.event_handler, background=claim is not None
+        )
+        self._times = self._events.times
         self._workers: tuple[WorkerReport, ...] = ()
-        self._last_words = self._given_up()
         try:
-            self._tell("save_started")
+            self._events.tell("save_started")
         except BaseException as exc:
-            self._complain(exc)
+            self._events.complain(exc)
             raise
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the save."""
+        return self._events.rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._events.rank = rank
+
+    @property
+    def report(self) -> SaveReport | None:
+        """From the end of `write` on."""
+        return self._events.report
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.location.display, save_id=self.save_id)
-
-    # -- prepare -------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Make the directory.
@@ -122,33 +112,11 @@ class Save:
             CheckpointExistsError: there is a checkpoint that may not be overwritten.
             StorageError: the directory cannot be made, or not be looked into.
         """
-        fs = self.location.fs
         try:
-            warn_unless_atomic(fs)
-            self._refuse_existing()
-            make_directories(self.location, sync_files=self._options.sync_files)
-        except (MPWriterError, KeyboardInterrupt) as exc:
+            self._new_commit().begin(sync_files=self._options.sync_files)
+        except BaseException as exc:
             self._fail(exc)
             raise
-        except Exception as exc:
-            # DCP sends it to the other ranks: what cannot be pickled would leave them waiting.
-            error = as_storage_error(exc, "make the directory", self.location.root, fs)
-            self._fail(error)
-            raise error from exc
-
-    def _refuse_existing(self) -> None:
-        fs = self.location.fs
-        if not self.use_collectives and file_exists(fs, self._child(_metadata.METADATA_NAME)):
-            self._refuse(
-                "it holds a checkpoint of all ranks, which would be loaded instead of one "
-                "saved with use_collectives=False"
-            )
-        if not self._options.overwrite and file_exists(fs, self._metadata_path()):
-            self._refuse("overwrite=False and it holds a checkpoint already")
-
-    def _refuse(self, why: str) -> None:
-        where = self.location.display
-        raise CheckpointExistsError(f"Checkpoint already exists: {where}: {why}", path=where)
 
     # -- write ---------------------------------------------------------------------------
 
@@ -173,13 +141,13 @@ class Save:
         results = results_of(jobs, items, ties, done, self._options.descriptors)
         self._times.write_s = time.perf_counter() - begin_s
         try:
-            self._summarize(done)
+            self._events.summarize(list(done.values()), self._workers)
         except BaseException as exc:  # the event handler gives up the save
             self._remove(*(job.relative_path for job in jobs if job.number in done))
             self._fail(exc)
             raise
         if not (self.is_coordinator or not self.use_collectives):
-            self._conclude()
+            self._events.concluded(committed=False)
         return results
 
     def _run(
@@ -213,7 +181,7 @@ class Save:
             remove=lambda job: self._remove(job.relative_path),
             sweep=self._sweep,
             on_bytes=progress.advance,
-            on_file=lambda job: self._tell("file_written", path=job.path),
+            on_file=lambda job: self._events.tell("file_written", path=job.path),
         )
         feed = JobFeed(settings, jobs, largest, get_pool(), arena)
         try:
@@ -263,24 +231,22 @@ class Save:
                 nothing is left of this one.
         """
         begin_s = time.perf_counter()
-        metadata.version = DCP_VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for rank in results for result in rank
-        }
-        metadata.storage_meta = self.storage_meta()
-        _metadata.share_equal_parts(metadata)
-        path = self._metadata_path()
-        stale = self._stale_names(path, metadata) if self._options.overwrite else []
+        complete_metadata(metadata, results, self.storage_meta())
         try:
-            self._write_whole(path, _metadata.dumps(metadata))
+            self._new_commit().run(metadata, self.rank)
         except BaseException as exc:
-            self._remove_unnamed(path, metadata)
             self._fail(exc)
             raise
-        # Only now: until the swap they belonged to the checkpoint that was loadable.
-        self._remove(*stale)
         self._times.commit_s = time.perf_counter() - begin_s
-        self._conclude()
+        self._events.concluded(committed=True)
+
+    def _new_commit(self) -> Commit:
+        return Commit(
+            self.location,
+            None if self.use_collectives else self.rank,
+            overwrite=self._options.overwrite,
+            swap=self._write_whole,
+        )
 
     def _write_whole(self, path: str, payload: bytes) -> None:
         """Write one small file through a worker: at the end of a program only workers can.
@@ -299,42 +265,13 @@ class Save:
         )
         JobFeed(settings, [Job(0, path, name, [0])], len(payload), get_pool(), get_arena()).run()
 
-    def _stale_names(self, path: str, metadata: Metadata) -> list[str]:
-        try:
-            before = read_file(self.location.fs, path)
-        except Exception as exc:  # none, or not to be read: then there is nothing to clean up
-            logger.debug("no earlier checkpoint at %s: %s", path, exc)
-            return []
-        named = {place.relative_path for place in metadata.storage_data.values()}
-        return sorted(stale_shard_names(before) - named)
-
-    def _remove_unnamed(self, path: str, metadata: Metadata) -> None:
-        """The commit has failed: remove the shards of every rank, which nothing will name.
-
-        Unless the new metadata did get its name and only the word of it was lost.
-        """
-        named = {place.relative_path for place in metadata.storage_data.values()}
-        try:
-            current = read_file(self.location.fs, path)
-        except (FileNotFoundError, IsADirectoryError):
-            current = b""
-        except Exception as exc:
-            logger.debug("cannot tell what %s holds: %s", path, exc)
-            return
-        if named.isdisjoint(stale_shard_names(current)):
-            remove_files(self.location, named)
-
     # -- the rest ------------------------------------------------------------------------
 
     def _child(self, name: str) -> str:
         return self.location.child(name)
 
-    def _metadata_path(self) -> str:
-        return self._child(_metadata.metadata_name(None if self.use_collectives else self.rank))
-
     def _remove(self, *names: str) -> None:
-        for name in remove_files(self.location, list(names)):
-            logger.warning("%s is not needed any more and could not be removed", self._child(name))
+        self._new_commit().remove(*names)
 
     def _sweep(self, job: Job) -> None:
         """A killed worker may have left a temporary file, or have just published its shard."""
@@ -345,98 +282,13 @@ class Save:
         remove_files(self.location, [temporary_name(job.relative_path, self.save_id[:8])])
 
     def _fail(self, error: BaseException) -> None:
-        self._complain(error)
         self._give_back()
-        try:
-            self._tell("save_failed", error=error)
-        except Exception:
-            logger.exception("The event handler failed when it was told: %s", error)
-
-    def _complain(self, error: BaseException) -> None:
-        """Nobody may ever ask the future of an asynchronous save."""
-        self._last_words = None
-        if self._claim is not None:
-            logger.error("The save of %s failed: %s", self.location.display, error)
-
-    def _given_up(self) -> logging.LogRecord | None:
-        """What to say where DCP drops an asynchronous save: nothing else would tell.
-
-        Made beforehand: the end of a thread, where it is said, is too late to ask for its name.
-        """
-        if self._claim is None:
-            return None
-        text = "The save of %s was given up: it could not be planned, or another rank failed"
-        where = (self.location.display,)
-        return logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, where, None)
-
-    def __del__(self) -> None:
-        record = getattr(self, "_last_words", None)
-        if record is not None:
-            record.created = time.time()
-            logger.handle(record)
+        self._events.failed(error)
 
     def _give_back(self) -> None:
         """The staged tensors have been written, or never will be."""
         if self._claim is not None:
             self._claim.end()
-
-    def _summarize(self, done: dict[int, JobDone]) -> None:
-        times = self._times
-        self.report = SaveReport(
-            checkpoint_id=self.location.display,
-            save_id=self.save_id,
-            rank=self.rank,
-            nbytes=sum(job.nbytes for job in done.values()),
-            files=len(done),
-            num_workers=sum(worker.worker is not None for worker in self._workers),
-            plan_s=times.plan_s,
-            stage_s=times.stage_s,
-            write_s=times.write_s,
-            commit_s=times.commit_s,
-            total_s=time.perf_counter() - times.begin_s,
-            workers=self._workers,
-        )
-        self._tell("shards_written")
-
-    def _conclude(self) -> None:
-        assert self.report is not None
-        self._last_words = None
-        total_s = time.perf_counter() - self._times.begin_s
-        report = replace(self.report, commit_s=self._times.commit_s, total_s=total_s)
-        self.report = report
-        where = report.checkpoint_id
-        logger.info(
-            "Saved %s: %d bytes in %d files by %d workers; staged %.3f s, wrote %.3f s, "
-            "total %.3f s, %.2f GiB/s",
-            report.checkpoint_id,
-            report.nbytes,
-            report.files,
-            report.num_workers,
-            report.stage_s,
-            report.write_s,
-            report.total_s,
-            report.gib_per_s,
-        )
-        if self.is_coordinator or not self.use_collectives:
-            try:
-                self._tell("save_committed")
-            except Exception:  # the checkpoint exists: a handler cannot take it back
-                logger.exception("The event handler failed after %s was saved", where)
-
-    def _tell(self, name: str, path: str | None = None, error: BaseException | None = None) -> None:
-        handler = self._options.event_handler
-        if handler is not None:
-            handler(
-                SaveEvent(
-                    name,
-                    self.location.display,
-                    self.save_id,
-                    self.rank,
-                    self.report,
-                    path,
-                    error,
-                )
-            )
 
 
 # Of workers while the trainer trains: at 10 they get a tenth of a core that both want.

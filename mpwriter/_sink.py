@@ -23,7 +23,11 @@ import io
 import os
 from typing import Any
 
+from fsspec.implementations.local import LocalFileSystem
+
+from mpwriter._direct import DirectWriter
 from mpwriter._filesystems import forget_in_transaction, is_local, publishing, remove_file, unwrap
+from mpwriter._leftovers import Hold
 from mpwriter._publish import (
     abandon,
     disarm,
@@ -31,12 +35,14 @@ from mpwriter._publish import (
     is_buffered,
     move_file,
     refuse_directory,
+    require_directory,
     sync_directory,
     sync_file,
     temporary_name,
     told_position,
     wait_or_raise,
 )
+from mpwriter._types import MIN_DIRECT_BYTES
 
 __all__ = ["Sink", "open_sink", "write_file"]
 
@@ -184,24 +190,49 @@ class RenamedSink(Sink):
         self._sync_files = sync_files
         if self._local:
             path = fs._strip_protocol(path)
+            require_directory(fs, os.path.dirname(path))
         refuse_directory(fs, path)
         name = path.rpartition("/")[2]
         self._temporary = path[: len(path) - len(name)] + temporary_name(name, token)
+        self._hold = Hold()
+        # Where the bytes have to be on the disk at the end anyway, and nobody else's class is to
+        # see them pass.
+        direct = sync_files and type(fs) is LocalFileSystem
+        self._direct = DirectWriter(self._temporary) if direct else None
         super().__init__(fs, path, self._temporary)
+        while self._local and not self._hold.take(self._temporary, self._file):
+            self._file.close()  # it has been taken for a killed save's, and has no name any more
+            self._file = fs.open(self._temporary, "wb")
+
+    def _write_piece(self, view: memoryview) -> None:
+        if self._direct is not None and len(view) >= MIN_DIRECT_BYTES:
+            written = self._direct.write(view, self.position)
+            if written:
+                self.position += written
+                self._file.seek(self.position)
+                view = view[written:]
+        super()._write_piece(view)
 
     def _publish(self) -> None:
         flush_file(self._file, self.path)
         self._check_position()
         if self._sync_files:
             sync_file(self._file)
+        self._let_go()
         self._file.close()
         refuse_directory(self._fs, self.path)
         move_file(self._fs, self._temporary, self.path)
+        self._hold.release()
         if self._local and self._sync_files:
             sync_directory(os.path.dirname(self.path))
 
+    def _let_go(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+
     def _discard(self, file: Any) -> None:
         with contextlib.suppress(Exception):
+            self._let_go()
             if is_buffered(file):
                 abandon(file)
             else:
@@ -213,6 +244,8 @@ class RenamedSink(Sink):
         except Exception:
             if self._local:
                 os.remove(self._temporary)
+        finally:
+            self._hold.release()
 
 
 class CommittedSink(Sink):

@@ -9,6 +9,7 @@ A trainer that saves the same state again gets the same extents for it, and here
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -39,6 +40,9 @@ class StagedViews:
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[tuple[Extent, ...], _Known] = {}
         self._listening: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -83,6 +87,10 @@ class StagedViews:
         with self._lock:
             self._known.clear()
 
+    def forget_in_child(self) -> None:
+        """In a fork: the memory is the parent's, and a thread that is gone may hold the lock."""
+        self._begin()
+
     def _listen(self, arena: Arena) -> None:
         if arena not in self._listening:
             self._listening.add(arena)
@@ -90,6 +98,7 @@ class StagedViews:
 
 
 views = StagedViews()
+os.register_at_fork(after_in_child=views.forget_in_child)
 
 
 def _make(

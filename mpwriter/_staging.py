@@ -36,7 +36,7 @@ from mpwriter._staging_kinds import (
 from mpwriter._staging_parts import BlockPart, BytesPart, Part, Slot, StagedPart, open_tensor
 from mpwriter._staging_ties import TieTable
 from mpwriter._streams import CopyEvent, CopyStream, StreamFactory
-from mpwriter._types import Extent, ItemSpec
+from mpwriter._types import MIN_DIRECT_BYTES, PAGE_BYTES, Extent, ItemSpec
 from mpwriter.errors import StagingError
 
 __all__ = ["Batch", "ItemStream"]
@@ -161,7 +161,9 @@ class ItemStream:
             assert self._part is not None
             if isinstance(self._part, StagedPart):
                 break
-            start = -(-cursor // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            large = self._part.remaining >= MIN_DIRECT_BYTES
+            unit = PAGE_BYTES if large else _ALIGNMENT_BYTES
+            start = -(-cursor // unit) * unit
             taken = self._take(self._part, slot, start, batch, streams)
             if taken is None:
                 break

@@ -36,6 +36,7 @@ from mpwriter._state_tensors import (
     key_of_first_failure,
 )
 from mpwriter._streams import CopyStream, StreamFactory, accelerator_stream
+from mpwriter._types import PAGE_BYTES
 from mpwriter.errors import StagingError
 
 __all__ = ["StateStaging"]
@@ -281,6 +282,8 @@ def _pack(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tup
         offsets.append(used)
         extents[open_pack] = used + size
         used += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    if len(extents) > 1:  # so that each begins at a page: see `mpwriter._direct`
+        extents = [-(-nbytes // PAGE_BYTES) * PAGE_BYTES for nbytes in extents]
     return tuple(extents), tuple(packs), tuple(offsets)
 
 

@@ -227,7 +227,7 @@ def make_directories(location: Location, *, sync_files: bool = False) -> None:
 
     Args:
         location: where.
-        sync_files: make the new directories durable, on a local disk.
+        sync_files: make the directory durable, on a local disk.
 
     Raises:
         NotADirectoryError: a file is in the way.
@@ -236,28 +236,36 @@ def make_directories(location: Location, *, sync_files: bool = False) -> None:
     fs, root = location.fs, location.root
     if not has_directories(fs):
         return
-    missing = _missing_directories(root) if sync_files and is_local(fs) else []
+    durable = sync_files and is_local(fs)
+    # One by one, so that a process that is killed leaves at most one name that is not durable. The
+    # first is there already: whoever made it may not have come to the sync, or not know of any.
+    for directory in _from_the_first_that_is_there(root) if durable else [root]:
+        if directory == root or not os.path.isdir(directory):
+            _make_directory(fs, directory)
+        if durable:
+            sync_directory(os.path.dirname(directory))
+
+
+def _make_directory(fs: Any, path: str) -> None:
     try:
-        fs.makedirs(root, exist_ok=True)
+        fs.makedirs(path, exist_ok=True)
     except NotImplementedError:
         return
     except FileExistsError:
         # NFS, Lustre and others say so to all but one of the processes that make it at the same
         # time, and may not show it to them for a while.
-        if not _wait_for_directory(fs, root):
+        if not _wait_for_directory(fs, path):
             raise
-    if _kind(fs, root) == "file":
-        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the directory", root)
-    for directory in missing:
-        sync_directory(os.path.dirname(directory))
+    if _kind(fs, path) == "file":
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the directory", path)
 
 
-def _missing_directories(path: str) -> list[str]:
-    missing = []
-    while path and not os.path.isdir(path) and path != os.path.dirname(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    return missing
+def _from_the_first_that_is_there(path: str) -> list[str]:
+    """The lowest existing directory of a path, and those that are missing below it."""
+    found = [path]
+    while not os.path.isdir(found[0]) and found[0] != os.path.dirname(found[0]):
+        found.insert(0, os.path.dirname(found[0]))
+    return found
 
 
 def _wait_for_directory(fs: Any, path: str) -> bool:

@@ -8,7 +8,7 @@ Trainer to worker, in the order of one job (one bucket, one file):
 
 Worker to trainer:
 
-    Ready   JobStarted   Ack*   JobDone | JobFailed | JobRefused
+    Ready   JobStarted   (Progress | Ack)*   JobDone | JobFailed | JobRefused
 
 Tensors and bytes never travel in a message: a `Put` names ranges of a shared-memory segment.
 """
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Union
 
 __all__ = [
+    "MIN_DIRECT_BYTES",
+    "PAGE_BYTES",
     "AbortJob",
     "Ack",
     "EndJob",
@@ -31,11 +33,18 @@ __all__ = [
     "JobStarted",
     "MapSegment",
     "Message",
+    "Progress",
     "Put",
     "Ready",
     "StartJob",
     "UnmapSegment",
 ]
+
+
+# A payload of the first size or more begins at a multiple of the second, in shared memory and in
+# the file, so that it can go to the disk past the page cache. 1 MiB: the padding is 0.2 % at most.
+MIN_DIRECT_BYTES = 1 << 20
+PAGE_BYTES = 4096
 
 
 class Extent(NamedTuple):
@@ -133,6 +142,13 @@ class JobStarted:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """The file has taken bytes, though not yet all of a Put: the worker is slow, not stuck."""
+
+    job: int
+
+
+@dataclass(frozen=True)
 class Ack:
     """The ranges of that Put (and of those before it) are no longer needed."""
 
@@ -194,6 +210,7 @@ Message = Union[
     AbortJob,
     Ready,
     JobStarted,
+    Progress,
     Ack,
     JobDone,
     JobFailed,

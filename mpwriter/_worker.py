@@ -7,6 +7,7 @@ Runs in: worker. Imports no torch, reads no `__main__` of the trainer, opens no 
     exec python -c BOOTSTRAP fd ppid path... main()
     MapSegment, StartJob  ---------------->  FileJob: open an unpublished file
     Put                   ---------------->  container bytes from the mapped segment
+                          <----------------  Progress, where that takes long
                           <----------------  Ack: those extents are free
     EndJob                ---------------->  publish
                           <----------------  JobDone | JobFailed | JobRefused
@@ -46,6 +47,7 @@ from mpwriter._types import (
     JobStarted,
     MapSegment,
     Message,
+    Progress,
     Put,
     Ready,
     StartJob,
@@ -81,6 +83,9 @@ BOOTSTRAP = (
 # type_name of the record that answers an AbortJob.
 ABORTED = "Aborted"
 
+# How often the trainer is told that a file takes bytes; far below any timeout_s that makes sense.
+_PROGRESS_S = 0.5
+
 # How often the trainer's pid is looked at where the kernel has no pidfd (before Linux 5.3).
 _PARENT_POLL_S = 0.5
 
@@ -111,6 +116,7 @@ class JobServer:
         self._job_number: int | None = None
         self._path = ""
         self._filesystem: Any = None
+        self._spoke_s = 0.0
 
     def handle(self, message: Message) -> None:
         """Serve one message. An error of the job is answered, never raised.
@@ -166,13 +172,20 @@ class JobServer:
             return
         self._job_number = start.job
         self._filesystem = parts.filesystem
-        self._job = FileJob(start, parts, self.buffers)
+        self._job = FileJob(start, parts, self.buffers, self._progressed)
+        self._spoke_s = time.monotonic()
         self._reply(JobStarted(start.job))
 
     def _put(self, put: Put) -> None:
         assert self._job is not None
         self._job.put(put)
+        self._spoke_s = time.monotonic()
         self._reply(Ack(put.job, put.sequence))
+
+    def _progressed(self) -> None:
+        if self._job_number is not None and time.monotonic() - self._spoke_s > _PROGRESS_S:
+            self._spoke_s = time.monotonic()
+            self._reply(Progress(self._job_number))
 
     def _end(self, end: EndJob) -> None:
         assert self._job is not None

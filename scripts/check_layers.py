@@ -26,7 +26,7 @@ PACKAGE = "mpwriter"
 LAYERS: list[list[set[str]]] = [
     [{"cli"}],
     [{"_verify"}, {"bench"}],
-    [{"_writer", "_save", "_feed", "_lane"}, {"_reader", "_fetch"}],
+    [{"_writer", "_save", "_commit", "_feed", "_lane"}, {"_reader", "_fetch"}],
     [
         {"_pool", "_process"},
         {
@@ -44,7 +44,10 @@ LAYERS: list[list[set[str]]] = [
     ],
     [
         {"_container", "_decode", "_safetensors", "_tensor", "_zipread"},
-        {"_storage", "_faults", "_filesystems", "_publish", "_redact", "_retry", "_sink"},
+        {
+            *("_storage", "_direct", "_faults", "_filesystems", "_leftovers", "_publish"),
+            *("_redact", "_retry", "_sink"),
+        },
         {"_metadata"},
         {"_channel"},
         {"_options"},

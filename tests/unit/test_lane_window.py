@@ -38,7 +38,7 @@ def test_window_bytes_is_what_the_jobs_can_fill_within_the_copy_ahead(
         (8 * MIB, MIB, 8),
         (256 * KIB, 32 * KIB, 8),
         (2 * MIN_SLOT_BYTES, MIN_SLOT_BYTES, 2),
-        (100_000, 12_480, 8),
+        (100_000, 12_288, 8),
         (MIN_SLOT_BYTES, MIN_SLOT_BYTES, 1),
     ],
 )

@@ -18,6 +18,7 @@ from mpwriter._arena import Arena, get_arena
 from mpwriter._staged_state import StagedState
 from mpwriter._state_staging import StateStaging
 from mpwriter._streams import CopyStream, StreamFactory
+from mpwriter._types import PAGE_BYTES
 from mpwriter.errors import StagingError, StagingMemoryError
 from tests.stagings import leased_bytes, stage
 from tests.states import assert_same
@@ -45,7 +46,7 @@ def test_prepare_raises_before_anything_is_copied_when_the_budget_is_too_small(
     state = {"a": torch.ones(3 * MIB), "b": torch.ones(MIB), "c": torch.ones(1)}
     with pytest.raises(StagingMemoryError) as caught:
         stage(state, budget_bytes=9 * MIB + 5, timeout_s=3600)
-    needed = 16 * MIB + 64
+    needed = 16 * MIB + PAGE_BYTES
     assert f"{needed} bytes" in str(caught.value)
     assert f"staging_budget_bytes is {9 * MIB + 5}" in str(caught.value)
     assert (caught.value.needed_bytes, caught.value.budget_bytes) == (needed, 9 * MIB + 5)

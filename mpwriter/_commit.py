@@ -1,0 +1,191 @@
+"""The commit of a checkpoint: how the new one takes the place of the old.
+
+Runs in: trainer, in the thread that saves. On the coordinator; with use_collectives=False on every
+rank, for a metadata file of its own.
+
+    state       in the directory                                    what a load finds
+    ---------   -------------------------------------------------   -----------------
+    begun       old metadata, old shards                            old, or none
+      |         every rank writes its shards, under names of this save
+    written     + new shards, complete; durable with sync_files     old, or none
+      |         every rank's results are at the coordinator
+    swapping    + the new metadata under a hidden name, durable     old, or none
+      |         one rename, or one put: the swap
+    committed   new metadata, new shards; old shards unnamed        new
+      |         old shards go, then what killed saves have left
+    clean       new metadata, new shards                            new
+
+    An error up to `written`: each rank removes its own new shards; `begun` again.
+    An error in `swapping`: whose metadata is there now? The old one: the shards of every rank go.
+    The new one: only the word of it was lost, and nothing is removed.
+    From `committed` on nothing can fail any more: what cannot be removed is logged.
+
+A process that is killed leaves the directory in the state that it was in.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mpwriter import _metadata
+from mpwriter._compat import DCP_VERSION
+from mpwriter._faults import stale_shard_names
+from mpwriter._filesystems import is_local
+from mpwriter._leftovers import sweep
+from mpwriter._storage import (
+    Location,
+    as_storage_error,
+    file_exists,
+    make_directories,
+    read_file,
+    remove_files,
+    warn_unless_atomic,
+)
+from mpwriter.errors import CheckpointExistsError, MPWriterError
+
+__all__ = ["Commit", "complete_metadata"]
+
+logger = logging.getLogger(__name__)
+
+
+def complete_metadata(
+    metadata: Metadata, results: Iterable[Iterable[WriteResult]], storage_meta: StorageMeta
+) -> None:
+    """Put in what only the writer knows: where each item lies, and of which save it is."""
+    metadata.version = DCP_VERSION
+    metadata.storage_data = {
+        result.index: result.storage_data for rank in results for result in rank
+    }
+    metadata.storage_meta = storage_meta
+    _metadata.share_equal_parts(metadata)
+
+
+class Commit:
+    """One save's way from `begun` to `clean`, as far as the directory is concerned.
+
+    Args:
+        location: the checkpoint's directory.
+        rank: whose metadata file; None for that of all ranks.
+        overwrite: whether a checkpoint that is there may be replaced.
+        swap: writes a file of this path and content; the old one stays until the new one is
+            complete, and durable with sync_files.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        rank: int | None,
+        *,
+        overwrite: bool,
+        swap: Callable[[str, bytes], None],
+    ) -> None:
+        self._location = location
+        self._path = location.child(_metadata.metadata_name(rank))
+        self._rank = rank
+        self._overwrite = overwrite
+        self._swap = swap
+
+    def begin(self, *, sync_files: bool) -> None:
+        """Refuse what may not be overwritten, before anything is touched; make the directory.
+
+        Raises:
+            CheckpointExistsError: there is a checkpoint that may not be replaced.
+            StorageError: the directory cannot be made, or not be looked into.
+        """
+        fs = self._location.fs
+        try:
+            warn_unless_atomic(fs)
+            self._refuse_existing()
+            make_directories(self._location, sync_files=sync_files)
+        except (MPWriterError, KeyboardInterrupt):
+            raise
+        except Exception as exc:
+            # DCP sends it to the other ranks: what cannot be pickled would leave them waiting.
+            raise as_storage_error(exc, "make the directory", self._location.root, fs) from exc
+
+    def run(self, metadata: Metadata, rank: int) -> None:
+        """From `written` to `clean`.
+
+        Args:
+            metadata: complete.
+            rank: this one; its shards are looked for once more.
+
+        Raises:
+            MPWriterError: the swap failed; a previous checkpoint is as before, and nothing is
+                left of this one.
+        """
+        named = {place.relative_path for place in metadata.storage_data.values()}
+        stale = self._stale_names(named) if self._overwrite else []
+        try:
+            self._require(name for name in named if name.startswith(f"__{rank}_"))
+            self._swap(self._path, _metadata.dumps(metadata))
+        except BaseException:
+            self._take_back(named)
+            raise
+        # Only now: until the swap they belonged to the checkpoint that was loadable.
+        self.remove(*stale)
+        removed = sweep(self._location.fs, self._location.root, named, rank=self._rank)
+        if removed:
+            where = self._location.display
+            logger.info("Removed %d files that earlier saves have left in %s", len(removed), where)
+
+    def remove(self, *names: str) -> None:
+        """Remove shards that nothing names (any more)."""
+        for name in remove_files(self._location, names):
+            path = self._location.child(name)
+            logger.warning("%s is not needed any more and could not be removed", path)
+
+    def _refuse_existing(self) -> None:
+        location = self._location
+        of_all_ranks = location.child(_metadata.METADATA_NAME)
+        if self._rank is not None and file_exists(location.fs, of_all_ranks):
+            self._refuse(
+                "it holds a checkpoint of all ranks, which would be loaded instead of one "
+                "saved with use_collectives=False"
+            )
+        if not self._overwrite and file_exists(location.fs, self._path):
+            self._refuse("overwrite=False and it holds a checkpoint already")
+
+    def _refuse(self, why: str) -> None:
+        where = self._location.display
+        raise CheckpointExistsError(f"Checkpoint already exists: {where}: {why}", path=where)
+
+    def _require(self, names: Iterable[str]) -> None:
+        """Look that nobody has removed shards meanwhile, as a clean-up of old checkpoints does.
+
+        On a local filesystem, where a look costs nothing. Other ranks' may lie on their own disks.
+        """
+        fs = self._location.fs
+        for path in map(self._location.child, names) if is_local(fs) else ():
+            if not os.path.lexists(fs._strip_protocol(path)):
+                gone = FileNotFoundError(errno.ENOENT, "it was removed before the commit", path)
+                raise as_storage_error(gone, "commit", path, fs)
+
+    def _stale_names(self, named: set[str]) -> list[str]:
+        try:
+            before = read_file(self._location.fs, self._path)
+        except Exception as exc:  # none, or not to be read: then there is nothing to clean up
+            logger.debug("no earlier checkpoint at %s: %s", self._path, exc)
+            return []
+        return sorted(stale_shard_names(before) - named)
+
+    def _take_back(self, named: set[str]) -> None:
+        """The swap has failed: remove the shards of every rank, unless the new metadata is there.
+
+        Then it did get its name, and only the word of it was lost.
+        """
+        try:
+            current = read_file(self._location.fs, self._path)
+        except (FileNotFoundError, IsADirectoryError):
+            current = b""
+        except Exception as exc:
+            logger.debug("cannot tell what %s holds: %s", self._path, exc)
+            return
+        if named.isdisjoint(stale_shard_names(current)):
+            remove_files(self._location, named)
