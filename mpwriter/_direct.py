@@ -2,11 +2,11 @@
 
 Runs in: both. Torch-free.
 
-A write of 1 GiB into the page cache costs a core for 0.2 s, and writing it back costs more, beside a
-trainer that wants every core; and it pushes out what the trainer's data loader has there. O_DIRECT
-takes the bytes from shared memory to the disk as they are: a quarter of the CPU time, and no slower
-where the file is to be durable anyway. (1 GiB on ext4, virtio disk, write and fsync: 0.42 s and
-0.23 CPU seconds; O_DIRECT: 0.31 s and 0.05.)
+A write of 1 GiB into the page cache costs a core for 0.2 s, and writing it back costs more, beside
+a trainer that wants every core; and it pushes out what the trainer's data loader has there. With
+O_DIRECT the bytes go from shared memory to the disk as they are: a quarter of the CPU time, and no
+slower where the file is to be durable anyway. (1 GiB on ext4, virtio disk, write and fsync: 0.42 s
+and 0.23 CPU seconds; O_DIRECT: 0.31 s and 0.05.)
 
 What it asks for: a place in the file, a length and an address that are multiples of the disk's
 block size. So payloads of at least MIN_DIRECT_BYTES begin at a multiple of PAGE_BYTES in the file,

@@ -76,10 +76,11 @@ class Save:
         self.use_collectives = True
         self._options = options
         self._stream_for = stream_for or accelerator_stream()
-        self._claim = claim
+        # Before the claim, so that the end of a save is told by the time its memory is free.
         self._events = SaveEvents(
             location.display, self.save_id, options.event_handler, background=claim is not None
         )
+        self._claim = claim
         self._times = self._events.times
         self._workers: tuple[WorkerReport, ...] = ()
         try:

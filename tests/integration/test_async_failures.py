@@ -155,6 +155,7 @@ def test_memory_comes_back_when_a_save_fails(
         with caplog.at_level(logging.ERROR, "mpwriter"):
             future = async_save(state, writer=writer, dcp_options=dcp_options)
             error = settled(future)
+            wait_for_saves()  # the last words are said when the thread has ended
         assert error is not None and error.__traceback__ is not None
         assert isinstance(failure_of(error), expected)
         assert leased_bytes() == 0
