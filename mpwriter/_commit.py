@@ -38,6 +38,7 @@ from mpwriter._compat import DCP_VERSION
 from mpwriter._faults import stale_shard_names
 from mpwriter._filesystems import is_local
 from mpwriter._leftovers import sweep
+from mpwriter._multipart import abort_uploads
 from mpwriter._storage import (
     Location,
     as_storage_error,
@@ -75,6 +76,7 @@ class Commit:
         overwrite: whether a checkpoint that is there may be replaced.
         swap: writes a file of this path and content; the old one stays until the new one is
             complete, and durable with sync_files.
+        spared: first letters of the ids of the saves that are under way in this process.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Commit:
         *,
         overwrite: bool,
         swap: Callable[[str, bytes], None],
+        spared: Callable[[], set[str]] = set,
     ) -> None:
         self._location = location
         self._path = location.child(_metadata.metadata_name(rank))
         self._rank = rank
         self._overwrite = overwrite
         self._swap = swap
+        self._spared = spared
 
     def begin(self, *, sync_files: bool) -> None:
         """Refuse what may not be overwritten, before anything is touched; make the directory.
@@ -130,10 +134,15 @@ class Commit:
             raise
         # Only now: until the swap they belonged to the checkpoint that was loadable.
         self.remove(*stale)
-        removed = sweep(self._location.fs, self._location.root, named, rank=self._rank)
+        fs, root, where = self._location.fs, self._location.root, self._location.display
+        removed = sweep(fs, root, named, rank=self._rank)
         if removed:
-            where = self._location.display
             logger.info("Removed %d files that earlier saves have left in %s", len(removed), where)
+        aborted = abort_uploads(fs, root, self._spared(), rank=self._rank)
+        if aborted:
+            logger.info(
+                "Aborted %d uploads that earlier saves have left in %s", len(aborted), where
+            )
 
     def remove(self, *names: str) -> None:
         """Remove shards that nothing names (any more)."""

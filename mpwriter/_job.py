@@ -88,6 +88,7 @@ class FileJob:
         self._sink: Sink = open_sink(
             parts.filesystem, start.path, token=start.token, sync_files=start.sync_files
         )
+        self._sink.progressed = progressed
         if self._safetensors:
             self._write_safetensors_header(start)
 

@@ -39,7 +39,7 @@ from typing import Any
 from mpwriter._faults import stale_shard_names
 from mpwriter._filesystems import is_local, remove_file
 
-__all__ = ["LEFTOVER_AGE_S", "Hold", "sweep"]
+__all__ = ["LEFTOVER_AGE_S", "Hold", "is_of_a_save", "is_shard_of_save", "sweep"]
 
 _logger = logging.getLogger(__name__)
 
@@ -61,6 +61,16 @@ _TEMPORARY_NAME = re.compile(rf"\.(?:metadata|__\d+\.metadata|{_SHARD})\.{_TOKEN
 
 # Where fsspec's filesystems put the time of the last change.
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+def is_shard_of_save(name: str) -> bool:
+    """Whether `name` is a shard's, with the save's id in it: no other save writes a file of it."""
+    return _SHARD_NAME.fullmatch(name) is not None
+
+
+def is_of_a_save(name: str) -> bool:
+    """The same, or that of a metadata file."""
+    return is_shard_of_save(name) or _METADATA_NAME.fullmatch(name) is not None
 
 
 class Hold:

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,9 @@ __all__ = ["Save"]
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
+
+# Saves of this process that are not over yet; one that is dropped is over.
+_under_way: weakref.WeakSet[Save] = weakref.WeakSet()
 
 
 def _warn_once(reason: str) -> None:
@@ -83,6 +87,7 @@ class Save:
         self._claim = claim
         self._times = self._events.times
         self._workers: tuple[WorkerReport, ...] = ()
+        _under_way.add(self)
         try:
             self._events.tell("save_started")
         except BaseException as exc:
@@ -247,6 +252,7 @@ class Save:
             None if self.use_collectives else self.rank,
             overwrite=self._options.overwrite,
             swap=self._write_whole,
+            spared=lambda: {save.save_id[:8] for save in list(_under_way)},
         )
 
     def _write_whole(self, path: str, payload: bytes) -> None:

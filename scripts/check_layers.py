@@ -46,7 +46,7 @@ LAYERS: list[list[set[str]]] = [
         {"_container", "_decode", "_safetensors", "_tensor", "_zipread"},
         {
             *("_storage", "_direct", "_faults", "_filesystems", "_leftovers", "_publish"),
-            *("_redact", "_retry", "_sink"),
+            *("_multipart", "_redact", "_retry", "_sink"),
         },
         {"_metadata"},
         {"_channel"},
