@@ -18,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from mpwriter import _sink
+from mpwriter import _sink_base
 from mpwriter._filesystems import publishing
 from mpwriter._publish import is_temporary_name, sync_directory, temporary_name
 from mpwriter._sink import Sink, open_sink, write_file
@@ -335,7 +335,7 @@ def test_an_object_with_too_many_parts_is_not_published(
     start: Callable[..., Sink], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F03."""
-    monkeypatch.setattr(_sink, "_MAX_WRITE_BYTES", len(PAYLOAD))
+    monkeypatch.setattr(_sink_base, "_MAX_WRITE_BYTES", len(PAYLOAD))
     sink = start("commitlike", block_size=len(PAYLOAD), max_parts=3)
     with pytest.raises(OSError, match="Part number"):
         sink.write(4 * PAYLOAD)
@@ -476,7 +476,7 @@ def test_write_passes_the_callers_memory_on_when_the_file_is_local(
         def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
             return Recorder()
 
-    monkeypatch.setattr(_sink, "_MAX_WRITE_BYTES", 4 * mmap.PAGESIZE)
+    monkeypatch.setattr(_sink_base, "_MAX_WRITE_BYTES", 4 * mmap.PAGESIZE)
     with mmap.mmap(-1, 10 * mmap.PAGESIZE) as mapping:
         sink = open_sink(Recording(), f"{folder}/x", token=TOKEN, sync_files=False)
         sink.write(memoryview(mapping)[mmap.PAGESIZE :])
