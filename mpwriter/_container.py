@@ -24,18 +24,11 @@ import sys
 from functools import lru_cache
 from typing import NamedTuple
 
+from mpwriter._checksum import crc32
 from mpwriter._tensor_pickle import ELEMENT_BYTES, dump_tensor, num_elements
 from mpwriter._types import MIN_DIRECT_BYTES, PAGE_BYTES
 
-try:
-    from isal.isal_zlib import crc32
-except ImportError:
-    try:
-        from zlib_ng.zlib_ng import crc32
-    except ImportError:
-        from zlib import crc32
-
-__all__ = ["ALIGNMENT_BYTES", "ELEMENT_BYTES", "Frame", "crc32", "frame", "frame_layout"]
+__all__ = ["ALIGNMENT_BYTES", "ELEMENT_BYTES", "Frame", "frame", "frame_layout"]
 
 ALIGNMENT_BYTES = 64
 """Payloads start at a multiple of this in the file; torch's own default for storages."""

@@ -18,7 +18,8 @@ import struct
 import sys
 from typing import NamedTuple
 
-from mpwriter._container import crc32, frame, frame_layout
+from mpwriter._checksum import crc32
+from mpwriter._container import frame, frame_layout
 from mpwriter._tensor_pickle import ELEMENT_BYTES, num_elements
 from mpwriter._tensor_unpickle import PickledTensor, load_tensor
 from mpwriter._zipread import ContainerError, Record, read_records

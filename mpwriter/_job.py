@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpwriter._container import Frame, crc32, frame
+from mpwriter._checksum import crc32
+from mpwriter._container import Frame, frame
 from mpwriter._safetensors import dcp_metadata, safetensors_header
 from mpwriter._sink import Sink, open_sink
 from mpwriter._types import ItemSpec, JobDone, Put, StartJob

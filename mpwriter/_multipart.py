@@ -20,6 +20,7 @@ here and nowhere else; where it is missing the s3fs file serves, slower.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import errno
 import logging
@@ -27,6 +28,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from mpwriter._checksum import crc32
 from mpwriter._leftovers import is_of_a_save, is_shard_of_save
 from mpwriter._sink_base import Sink
 
@@ -45,6 +47,9 @@ _PART_BYTES = 8 << 20
 _PARTS_OF_A_SIZE = 2_000
 # Copies of parts that a file holds at once, one more that is being filled not counted.
 _IN_FLIGHT_BYTES = 64 << 20
+
+# Of the buffer of a file's first part; it grows to a whole one.
+_FIRST_BYTES = 256 << 10
 
 # How long cancelled requests have to end before the upload is aborted.
 _CANCEL_S = 10.0
@@ -77,11 +82,15 @@ class MultipartSink(Sink):
         self._part_bytes = _PART_BYTES if own else max(int(size), _MIN_PART_BYTES)
         self._grows = own and not getattr(fs, "fixed_upload_size", False)
         self._part = bytearray()
+        self._filled = 0  # bytes of it that count
+        # Buffers of parts that have arrived: a new one costs as much in page faults as its copy.
+        self._spare: list[bytearray] = []
         self._upload_id: str | None = None
-        self._on_the_way: dict[Future[Any], int] = {}  # -> part number
+        self._on_the_way: dict[Future[Any], tuple[int, bytearray]] = {}  # -> number, buffer
         self._parts: dict[int, dict[str, Any]] = {}
         self._num_parts = 0
         self._completing = False
+        self._sums = False
         self._file = ()  # there is something to be discarded
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
@@ -91,15 +100,31 @@ class MultipartSink(Sink):
         self._broken = True
         self._look()
         while view:
-            taken = view[: self._part_bytes - len(self._part)]
-            self._part += taken
+            if not self._filled:
+                self._take_buffer(len(view))
+            taken = view[: self._part_bytes - self._filled]
+            self._fill(taken)
             self.position += len(taken)
             view = view[len(taken) :]
-            if len(self._part) >= self._part_bytes:
+            if self._filled == self._part_bytes:
                 self._send_part()
         self._broken = False
 
     # -- parts ---------------------------------------------------------------------------
+
+    def _take_buffer(self, expected: int) -> None:
+        if self._spare and len(self._spare[-1]) == self._part_bytes:
+            self._part = self._spare.pop()
+        else:
+            # A small file, as `.metadata`, needs no whole part; growing keeps what is there.
+            self._part = bytearray(min(self._part_bytes, max(expected, _FIRST_BYTES)))
+
+    def _fill(self, chunk: memoryview) -> None:
+        end = self._filled + len(chunk)
+        if end > len(self._part):
+            self._part.extend(bytes(self._part_bytes - len(self._part)))
+        self._part[self._filled : end] = chunk
+        self._filled = end
 
     def _send_part(self) -> None:
         if self._num_parts >= _MAX_PARTS:
@@ -110,14 +135,19 @@ class MultipartSink(Sink):
                 self.path,
             )
         if self._upload_id is None:
+            # The answer to that call means that there is a client to ask.
             self._upload_id = self._call("create_multipart_upload")["UploadId"]
+            self._sums = _wants_sums(self._fs)
         self._wait_for_room()
         part, self._part = self._part, bytearray()
+        body = part if self._filled == len(part) else part[: self._filled]
+        self._filled = 0
         self._num_parts += 1
+        sums = {"ChecksumCRC32": _base64_crc(body)} if self._sums else {}
         sent = self._start(
-            "upload_part", PartNumber=self._num_parts, UploadId=self._upload_id, Body=part
+            "upload_part", PartNumber=self._num_parts, UploadId=self._upload_id, Body=body, **sums
         )
-        self._on_the_way[sent] = self._num_parts
+        self._on_the_way[sent] = self._num_parts, part
         if self._grows and self._num_parts % _PARTS_OF_A_SIZE == 0:
             self._part_bytes *= 2
 
@@ -139,8 +169,9 @@ class MultipartSink(Sink):
             OSError: one was refused.
         """
         for sent in [future for future in self._on_the_way if future.done()]:
-            number = self._on_the_way.pop(sent)
+            number, buffer = self._on_the_way.pop(sent)
             answer = sent.result()
+            self._spare.append(buffer)
             named = {name: answer[name] for name in answer if name.startswith("Checksum")}
             named.pop("ChecksumType", None)  # of the whole object; refused as a part's
             self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **named}
@@ -150,9 +181,9 @@ class MultipartSink(Sink):
     def _publish(self) -> None:
         if self._upload_id is None:
             self._completing = True
-            self._call("put_object", Body=bytes(self._part))
+            self._call("put_object", Body=bytes(memoryview(self._part)[: self._filled]))
             return
-        if self._part:
+        if self._filled:
             self._send_part()
         while self._on_the_way:
             self._wait()
@@ -170,7 +201,6 @@ class MultipartSink(Sink):
         # One that still arrives after the abort would be left, and charged for.
         wait(self._on_the_way, timeout=_CANCEL_S)
         self._on_the_way.clear()
-        self._part = bytearray()
         try:
             if self._upload_id is not None:
                 _abort(self._fs, self._bucket, self._key, self._upload_id)
@@ -186,6 +216,26 @@ class MultipartSink(Sink):
     def _start(self, method: str, **arguments: Any) -> Future[Any]:
         calling = self._fs._call_s3(method, Bucket=self._bucket, Key=self._key, **arguments)
         return asyncio.run_coroutine_threadsafe(calling, self._fs.loop)
+
+
+def _wants_sums(fs: Any) -> bool:
+    """Whether the client would compute a CRC-32 of each part in Python, as it does by default.
+
+    Only without TLS: over TLS the client leaves the signature of the payload out, but only where it
+    has computed the checksum itself.
+    Source: botocore, S3SigV4Auth._should_sha256_sign_payload and httpchecksum.
+    """
+    try:
+        meta = fs.s3.meta
+        wanted = meta.config.request_checksum_calculation == "when_supported"
+        named = "ChecksumAlgorithm" in fs.s3_additional_kwargs
+        return bool(wanted and not named and meta.endpoint_url.startswith("http://"))
+    except AttributeError:  # a botocore from before it had checksums
+        return False
+
+
+def _base64_crc(body: bytearray) -> str:
+    return base64.b64encode(crc32(body).to_bytes(4, "big")).decode("ascii")
 
 
 def abort_uploads(

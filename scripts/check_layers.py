@@ -52,7 +52,7 @@ LAYERS: list[list[set[str]]] = [
         {"_channel"},
         {"_options"},
     ],
-    [{"_report"}, {"_compat"}, {"_memory"}],
+    [{"_report"}, {"_compat"}, {"_memory"}, {"_checksum"}],
     [{"_types"}],
     [{"errors"}, {"_version"}],
 ]

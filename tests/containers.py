@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mpwriter._container import crc32, frame
+from mpwriter._checksum import crc32
+from mpwriter._container import frame
 from mpwriter._decode import DecodedTensor
 
 SHAPES: list[tuple[int, ...]] = [

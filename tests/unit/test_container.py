@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from mpwriter._checksum import crc32
 from mpwriter._compat import StockFsspecReader, StockFsspecWriter
-from mpwriter._container import ELEMENT_BYTES, crc32, frame
+from mpwriter._container import ELEMENT_BYTES, frame
 from tests.containers import (
     SHAPES,
     assert_same_bits,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpwriter._container import Frame, crc32, frame
+from mpwriter._checksum import crc32
+from mpwriter._container import Frame, frame
 from mpwriter._decode import ContainerError, _decode_ours, decode
 from mpwriter._zipread import read_records
 

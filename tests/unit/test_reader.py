@@ -43,8 +43,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mpwriter import _fetch_decode, _fetch_plan, _metadata
+from mpwriter._checksum import crc32
 from mpwriter._compat import HAS_RANK_METADATA, storage_info
-from mpwriter._container import crc32, frame
+from mpwriter._container import frame
 from mpwriter._reader import FsspecReader
 from mpwriter._reader_agreement import RankView, check_agreement, with_view, without_views
 from mpwriter.errors import (
