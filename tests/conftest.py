@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import leaks
+from tests import counts, leaks
 
 # No deadline: this code waits for disks and processes, and a test never judges by the clock.
 settings.register_profile("local", deadline=None)
@@ -74,3 +74,13 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def checkpoint_dir(tmp_path: Path) -> Path:
     """A place for one checkpoint; does not exist yet."""
     return tmp_path / "checkpoint"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the checks of reliability have counted, if they have run."""
+    found = list(counts.lines())
+    if found:
+        terminalreporter.section("reliability")
+        for line in found:
+            terminalreporter.write_line(line)
+    counts.write_out()

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import errno as _errno
 import fnmatch
+import importlib
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ __all__ = ["Call", "FaultPlan", "logical_name"]
 ACTIONS = frozenset(
     {
         "errno",  # raise OSError(errno, text)
-        "raises",  # raise the builtin exception of this name, with text
+        "raises",  # raise the exception of this name (builtin, or module.name), with text
         "sleep_s",  # wait, then go on
         "block",  # wait for plan.release()
         "short",  # write: take at most this many bytes, and say so
@@ -35,6 +36,10 @@ ACTIONS = frozenset(
         "signal",  # send it to this process
     }
 )
+
+
+# How long a process waits for the others of a rule; a test that needs them counts the acts.
+_MEETING_S = 5.0
 
 
 class Call(NamedTuple):
@@ -89,6 +94,7 @@ class FaultPlan:
         for_s: float | None = None,
         where: str = "any",
         after: bool = False,
+        together: int = 1,
         text: str | None = None,
         **action: Any,
     ) -> None:
@@ -104,6 +110,8 @@ class FaultPlan:
             for_s: act for this long from now on.
             where: any, trainer, worker. A signal or exit in the trainer needs "trainer".
             after: act when the call has been carried out.
+            together: act when this many processes have come so far, so that none is stopped by what
+                has become of another.
             text: of the exception.
             action: one of ACTIONS.
         """
@@ -119,6 +127,7 @@ class FaultPlan:
             "until_s": None if for_s is None else time.monotonic() + for_s,
             "where": where,
             "after": after,
+            "together": together,
             "text": text,
             "action": next(iter(action.items())),
         }
@@ -133,6 +142,11 @@ class FaultPlan:
     def release(self) -> None:
         """Let go every call that a `block` rule holds."""
         (self.folder / "released").touch()
+
+    def num_acts(self) -> int:
+        """How often any rule has acted, in all processes; one that kills counts before it does."""
+        acts = self.folder / "acts"
+        return acts.stat().st_size if acts.exists() else 0
 
     def calls(self, op: str | None = None, name: str = "*", *, phase: str = "end") -> list[Call]:
         """Calls in the order in which they ended (or began), of all processes."""
@@ -221,12 +235,25 @@ class FaultPlan:
             return True
         return rule["times"] is None
 
+    def _meet(self, rule: dict[str, Any]) -> None:
+        """Wait, not for ever, until as many processes as the rule says have come here."""
+        place = f"met.{rule['number']}"
+        (self.folder / f"{place}.{os.getpid()}").touch()
+        end_s = time.monotonic() + _MEETING_S
+        while len(list(self.folder.glob(f"{place}.*"))) < rule["together"]:
+            if time.monotonic() > end_s:
+                return
+            time.sleep(0.002)
+
     def _act(self, rule: dict[str, Any], path: str) -> None:
+        if rule["together"] > 1:
+            self._meet(rule)
+        _append(self.folder / "acts", b".")
         kind, value = rule["action"]
         if kind == "errno":
             raise OSError(value, rule["text"] or os.strerror(value), path)
         if kind == "raises":
-            raise getattr(builtins, value)(rule["text"] or f"fault in {path}")
+            raise _exception(value)(rule["text"] or f"fault in {path}")
         if kind == "absent":
             raise FileNotFoundError(_errno.ENOENT, os.strerror(_errno.ENOENT), path)
         if kind == "sleep_s":
@@ -256,9 +283,19 @@ class FaultPlan:
             result,
             autocommit,
         )
-        # Opened for every line: the tests look for descriptors left behind.
-        fd = os.open(self.folder / "log.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(fd, (json.dumps(call._asdict()) + "\n").encode())
-        finally:
-            os.close(fd)
+        _append(self.folder / "log.jsonl", (json.dumps(call._asdict()) + "\n").encode())
+
+
+def _append(path: Path, line: bytes) -> None:
+    # Opened for every line: the tests look for descriptors left behind.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def _exception(name: str) -> Any:
+    """The class of a builtin exception, or of one that is named with its module."""
+    module, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(module) if module else builtins, name)

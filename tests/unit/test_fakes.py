@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mpwriter._storage import locate
-from tests.fakes import FaultPlan
+from tests.fakes import FaultPlan, exceptions
 
 _WRITE = """
 import pickle, sys
@@ -129,3 +129,50 @@ def test_a_rule_needs_an_action_that_exists(plan: FaultPlan) -> None:
         plan.add("open")
     with pytest.raises(ValueError, match="action"):
         plan.add("open", explode=True)
+
+
+def test_rule_waits_when_it_is_for_several_processes(tmp_path: Path, plan: FaultPlan) -> None:
+    fs = locate(f"fault://{tmp_path}", plan.options).fs
+    plan.add("open", together=2, errno=errno.EIO)
+    first = threading.Thread(target=write_elsewhere, args=(fs, f"{tmp_path}/a"))
+    first.start()
+    second = write_elsewhere(fs, f"{tmp_path}/b")
+    first.join()
+    assert "Input/output error" in second.stderr
+    begins = plan.calls("open", phase="begin")
+    assert max(call.at_s for call in begins) < min(call.at_s for call in plan.calls("open"))
+    assert plan.num_acts() == 2
+
+
+@pytest.mark.parametrize("name", ["Unpicklable", "Ununpicklable", "Huge"])
+def test_exceptions_are_as_hard_to_hand_on_as_they_say(
+    tmp_path: Path, plan: FaultPlan, name: str
+) -> None:
+    fs = locate(f"fault://{tmp_path}", plan.options).fs
+    plan.add("open", raises=f"{exceptions.__name__}.{name}", text="on strike")
+    with pytest.raises(getattr(exceptions, name), match=r"^on strike\b") as caught:
+        fs.open(f"{tmp_path}/a", "wb")
+    if name == "Unpicklable":
+        with pytest.raises(TypeError):
+            pickle.dumps(caught.value)
+    elif name == "Ununpicklable":
+        pickled = pickle.dumps(caught.value)
+        with pytest.raises(TypeError):
+            pickle.loads(pickled)
+    else:
+        assert len(str(caught.value)) > exceptions.HUGE_BYTES
+
+
+def test_acts_are_counted_when_rules_act_and_not_when_they_only_match(
+    tmp_path: Path, plan: FaultPlan
+) -> None:
+    fs = locate(f"fault://{tmp_path}", plan.options).fs
+    plan.add("write", nth=2, exit_code=3)
+    plan.add("open", "b", times=1, errno=errno.EIO)
+    assert plan.num_acts() == 0
+    assert write_elsewhere(fs, f"{tmp_path}/a").returncode == 3
+    assert plan.num_acts() == 1
+    with pytest.raises(OSError, match="Input/output"):
+        fs.open(f"{tmp_path}/b", "wb")
+    fs.open(f"{tmp_path}/b", "wb").close()
+    assert plan.num_acts() == 2

@@ -124,6 +124,18 @@ def test_error_record_tells_everything_of_an_oserror() -> None:
     assert not record.transient
 
 
+def test_error_record_says_where_it_was_raised_when_the_message_is_huge() -> None:
+    """Some libraries quote a whole body: of a message of megabytes the beginning is kept."""
+    try:
+        raise RuntimeError("denied: " + "x" * 10_000_000)
+    except RuntimeError as exc:
+        record = error_record(exc, "/ckpt/x")
+    assert record.text.startswith("denied: xx")
+    assert record.traceback.startswith("Traceback")
+    assert "test_error_record_says_where" in record.traceback
+    assert len(record.text) + len(record.traceback) < 50_000
+
+
 def test_error_record_finds_the_errno_of_a_cause() -> None:
     """A16: a writer that hides the number behind an error of its own."""
     try:
