@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -66,7 +67,7 @@ class RankPair:
         if not self._processes:
             self._start()
         for end in self._ends:
-            end.send((case, args))
+            end.send_bytes(pickle.dumps((case, args)))
         answers = self._answers()
         stories = [f"rank {rank}:\n{story}" for rank, (story, _) in enumerate(answers) if story]
         assert not stories, "\n".join(stories)
@@ -115,7 +116,7 @@ class RankPair:
                 assert ready, "the ranks do not answer"
                 for end in ready:
                     assert isinstance(end, Connection)
-                    answers[self._ends.index(end)] = end.recv()
+                    answers[self._ends.index(end)] = pickle.loads(end.recv_bytes())
             except (EOFError, OSError, AssertionError) as exc:
                 done = sorted(answers)
                 self.close()
@@ -218,13 +219,14 @@ def _serve() -> None:
     end = Connection(int(number))
     with contextlib.suppress(EOFError):
         _join_group(int(rank), folder)
-        end.send(("", int(rank)))
+        end.send_bytes(pickle.dumps(("", int(rank))))
         while True:
-            case, args = end.recv()
+            case, args = pickle.loads(end.recv_bytes())
             faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
             answer = _answer(case, args)
             faulthandler.cancel_dump_traceback_later()
-            end.send(answer)
+            # Not `send`: torch would hand tensors over as shared memory.
+            end.send_bytes(pickle.dumps(answer))
     leaks.shut_down()
     # The peer may be gone, so the group is not taken apart.
     os._exit(0)

@@ -1,0 +1,162 @@
+"""DCP's ways of saving: without collectives, apart, with cached plans, with copies on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from mpwriter import MPFsspecWriter
+from mpwriter._compat import HAS_RANK_METADATA, StockFsspecReader, StockFsspecWriter
+from tests import ranks
+from tests.fault_table import state_of_rank, state_of_ranks
+from tests.ranks import Failure, RankPair
+from tests.saves import assert_holds, names_in, save, small_state
+from tests.states import assert_loads_everywhere, shard_bytes
+
+needs_rank_metadata = pytest.mark.skipif(
+    not HAS_RANK_METADATA, reason="this torch always uses collectives"
+)
+
+
+@needs_rank_metadata
+def test_save_makes_metadata_of_each_rank_when_collectives_are_off(
+    rank_pair: RankPair, checkpoint_dir: Path
+) -> None:
+    """Invariant 17: every rank commits for itself, and loads what it has saved."""
+    for number in (1, 2):
+        rank_pair.run(_save_without_collectives, str(checkpoint_dir), number)
+        metadata = [name for name in names_in(checkpoint_dir) if name.endswith("metadata")]
+        assert metadata == ["__0.metadata", "__1.metadata"]
+        assert len(names_in(checkpoint_dir)) == 4, "the old shards go"
+        rank_pair.run(_load_own, str(checkpoint_dir), number)
+
+
+@needs_rank_metadata
+def test_save_without_collectives_refuses_when_there_is_a_common_checkpoint(
+    rank_pair: RankPair, checkpoint_dir: Path
+) -> None:
+    """Invariant 17: its old values would be what a load finds."""
+    save(checkpoint_dir, small_state(1))
+    for failure in rank_pair.run(_failure_without_collectives, str(checkpoint_dir)):
+        assert failure is not None and "use_collectives=False" in failure.text
+    assert_holds(checkpoint_dir, small_state(1))
+
+
+def test_ranks_save_apart_when_told_that_they_are_alone(
+    rank_pair: RankPair, tmp_path: Path
+) -> None:
+    """`no_dist=True`: each is rank 0 of its own checkpoint."""
+    rank_pair.run(_save_alone, str(tmp_path))
+    for rank in range(2):
+        assert_holds(tmp_path / str(rank), state_of_rank(1, rank))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_saves_hold_their_own_values_when_plans_are_cached(
+    mode: str, rank_pair: RankPair, tmp_path: Path
+) -> None:
+    """Invariant 14: a cached plan is that of the first save; the names of files are not."""
+    rank_pair.run(_save_with_cached_plans, str(tmp_path), mode)
+    for number in range(3):
+        assert_holds(tmp_path / str(number), state_of_ranks(number))
+
+
+@pytest.mark.parametrize("to_lowest", [False, True])
+def test_save_writes_one_copy_when_both_ranks_hold_the_same(
+    to_lowest: bool, rank_pair: RankPair, checkpoint_dir: Path
+) -> None:
+    """A15: replicated values go to one rank, to the lowest one where that is asked for."""
+    rank_pair.run(_save_replicated, str(checkpoint_dir), to_lowest)
+    state = small_state(1, num_tensors=6, numel=10_000)
+    assert_loads_everywhere(checkpoint_dir, state)
+    assert shard_bytes(checkpoint_dir) < 1.2 * 6 * 10_000 * 4
+    if to_lowest:
+        assert {path.name[:4] for path in checkpoint_dir.glob("*.distcp")} == {"__0_"}
+
+
+def test_save_keeps_the_value_that_stock_keeps_when_ranks_hold_different_ones(
+    rank_pair: RankPair, checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    """A15: one copy, the same rank's, in both."""
+    rank_pair.run(_save_contradiction, str(checkpoint_dir), str(tmp_path / "stock"))
+    found = []
+    for path in (checkpoint_dir, tmp_path / "stock"):
+        target = {"weight": torch.full((1000,), -1.0)}
+        dcp.load(target, storage_reader=StockFsspecReader(path), no_dist=True)
+        found.append(target["weight"])
+    assert torch.equal(*found) and found[0][0] in (0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_files_of_ranks_differ_when_every_tensor_has_its_own(
+    num_workers: int, rank_pair: RankPair, checkpoint_dir: Path
+) -> None:
+    """G04: `single_file_per_rank=False`."""
+    rank_pair.run(_save_in_many_files, str(checkpoint_dir), num_workers)
+    assert_loads_everywhere(checkpoint_dir, state_of_ranks(1))
+    names = [name.split(".")[0] for name in names_in(checkpoint_dir) if name != ".metadata"]
+    assert sorted(names) == [f"__{rank}_{number}" for rank in range(2) for number in range(4)]
+
+
+# -- on the ranks -------------------------------------------------------------------------------
+
+
+def _save_without_collectives(path: str, number: int) -> None:
+    ranks.save(path, state_of_rank(number, dist.get_rank()), use_collectives=False)
+
+
+def _failure_without_collectives(path: str) -> Failure | None:
+    return ranks.caught(_save_without_collectives, path, 2)
+
+
+def _load_own(path: str, number: int) -> None:
+    state = state_of_rank(number, dist.get_rank())
+    for key, value in ranks.load(path, state_of_rank(0, dist.get_rank())).items():
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+        assert same(value, state[key]), key
+
+
+def _save_alone(folder: str) -> None:
+    rank = dist.get_rank()
+    writer = MPFsspecWriter(f"{folder}/{rank}", num_workers=1)
+    dcp.save(state_of_rank(1, rank), storage_writer=writer, no_dist=True)
+
+
+def _save_with_cached_plans(folder: str, mode: str) -> None:
+    writer = MPFsspecWriter(f"{folder}/unused", num_workers=2)
+    group = ranks.group(0, 1)
+    for number in range(3):
+        options = {
+            "checkpoint_id": f"{folder}/{number}",
+            "storage_writer": writer,
+            # As trainers do it: a planner a save; the cache is of its class.
+            "planner": DefaultSavePlanner(enable_plan_caching=True),
+            "process_group": group,
+        }
+        state = state_of_rank(number, dist.get_rank())
+        if mode == "sync":
+            dcp.save(state, **options)
+        else:
+            dcp.async_save(state, **options).result()
+
+
+def _save_replicated(path: str, to_lowest: bool) -> None:
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest)
+    ranks.save(path, small_state(1, num_tensors=6, numel=10_000), planner=planner)
+
+
+def _save_contradiction(ours: str, stock: str) -> None:
+    state = {"weight": torch.full((1000,), float(dist.get_rank()))}
+    ranks.save(ours, state)
+    dcp.save(state, storage_writer=StockFsspecWriter(stock))
+
+
+def _save_in_many_files(path: str, num_workers: int) -> None:
+    state: dict[str, Any] = state_of_rank(1, dist.get_rank())
+    ranks.save(path, state, single_file_per_rank=False, num_workers=num_workers)
