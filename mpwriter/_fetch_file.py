@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from fsspec.asyn import AsyncFileSystem
 
-from mpwriter._faults import error_record, is_transient
+from mpwriter._faults import error_record, is_absence, is_transient
 from mpwriter._fetch_plan import ByteRange, StoredItem
 from mpwriter._storage import Location
 from mpwriter.errors import (
@@ -31,6 +31,9 @@ _T = TypeVar("_T")
 # Where in memory an item lies, modulo this, is where it lies in its file: payloads that are aligned
 # there are aligned here.
 _ALIGNMENT_BYTES = 64
+
+# What is asked for at once where requests can be on their way side by side.
+_AHEAD_BYTES = 8 << 20
 
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
@@ -140,9 +143,23 @@ def _open(fs: Any, path: str) -> Any:
 
 
 def _read_into(stream: Any, view: memoryview) -> int:
+    if hasattr(stream, "readv"):
+        return _read_ahead_into(stream, view[:_AHEAD_BYTES])
     if hasattr(stream, "readinto"):
         return stream.readinto(view) or 0
     chunk = stream.read(len(view))
+    view[: len(chunk)] = chunk
+    return len(chunk)
+
+
+def _read_ahead_into(stream: Any, view: memoryview) -> int:
+    """For paramiko, which otherwise asks for 32 KiB and waits for the answer, again and again."""
+    start = stream.tell()
+    try:
+        [chunk] = stream.readv([(start, len(view))])
+    except EOFError:  # the file is shorter, or the server is gone, which this says then
+        stream.seek(start)
+        chunk = stream.read(len(view))
     view[: len(chunk)] = chunk
     return len(chunk)
 
@@ -225,9 +242,9 @@ def retried(
     while True:
         try:
             return operation()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise missing() from error
         except Exception as error:  # filesystems raise more than OSError
+            if is_absence(error):
+                raise missing() from error
             if attempt >= retries or not is_transient(error):
                 raise storage_error(error, path, fs) from error
             _logger.debug("reading %s again after %s", path, type(error).__name__)

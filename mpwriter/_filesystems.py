@@ -27,6 +27,7 @@ from fsspec.spec import AbstractFileSystem
 __all__ = [
     "attributes_of",
     "forget_in_transaction",
+    "forget_listings",
     "has_directories",
     "is_local",
     "make_known",
@@ -265,10 +266,22 @@ def forget_in_transaction(fs: Any, file: Any) -> None:
         return
 
 
+def forget_listings(fs: Any, path: str) -> None:
+    """Let `fs` ask its storage about `path` again, whatever listings it keeps. Never raises.
+
+    The one that tells of a file is that of its directory. adlfs forgets what it is told to and no
+    more, so that a `.metadata` which another process has replaced keeps its old length.
+    Source: AzureBlobFileSystem.invalidate_cache; s3fs and gcsfs go up to the bucket by themselves.
+    """
+    for listed in (path, path.rstrip("/").rpartition("/")[0]):
+        if listed:
+            with contextlib.suppress(Exception):
+                fs.invalidate_cache(listed)
+
+
 def present(fs: Any, path: str) -> bool:
     """Whether something has this name, never from a listing cache; False also on an error."""
-    with contextlib.suppress(Exception):
-        fs.invalidate_cache(path)
+    forget_listings(fs, path)
     try:
         fs.info(path)
     except Exception:

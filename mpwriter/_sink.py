@@ -41,6 +41,7 @@ from mpwriter._publish import (
     temporary_name,
 )
 from mpwriter._sink_base import Sink
+from mpwriter._sink_pipeline import pipelined
 from mpwriter._types import MIN_DIRECT_BYTES
 
 __all__ = ["Sink", "open_sink", "write_file"]
@@ -64,6 +65,7 @@ class RenamedSink(Sink):
         direct = sync_files and type(fs) is LocalFileSystem
         self._direct = DirectWriter(self._temporary) if direct else None
         super().__init__(fs, path, self._temporary)
+        self._file = pipelined(self._file)
         while self._local and not self._hold.take(self._temporary, self._file):
             self._file.close()  # it has been taken for a killed save's, and has no name any more
             self._file = fs.open(self._temporary, "wb")

@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+from mpwriter._filesystems import forget_listings
 from mpwriter._publish import told_position, wait_or_raise
 
 __all__ = ["Sink"]
@@ -79,8 +80,7 @@ class Sink:
         self._publish()
         self._settled = True
         self._file = None
-        with contextlib.suppress(Exception):
-            self._fs.invalidate_cache(self.path)
+        forget_listings(self._fs, self.path)
 
     def discard(self) -> None:
         """Leave nothing visible. Idempotent; does nothing after `publish`; never raises.

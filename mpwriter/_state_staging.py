@@ -311,12 +311,24 @@ _COPIED = (torch.complex32, torch.complex64, torch.complex128)
 def _private_copy(tensor: torch.Tensor, key: str) -> torch.Tensor:
     """A copy in ordinary memory; what has no values to copy stays as it is."""
     try:
-        tensor = tensor.detach()
-        if tensor.device.type == "meta":
-            return tensor
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+        copied = tensor.detach()
+        if copied.device.type != "meta":
+            copied = copied.clone() if copied.device.type == "cpu" else copied.cpu()
     except Exception as exc:
         raise _staging_error(key, exc) from exc
+    if type(tensor) not in PLAIN_TYPES:
+        _keep_attributes(copied, tensor)
+    return copied
+
+
+def _keep_attributes(copied: torch.Tensor, original: torch.Tensor) -> None:
+    """What a subclass knows about itself: `detach` drops it, but it may say how it is saved."""
+    for name, value in vars(original).items():
+        try:
+            value = copy.deepcopy(value)
+        except Exception:
+            pass  # a process group, a lock: there is one only
+        vars(copied).setdefault(name, value)
 
 
 def _copied(value: Any, key: str, memo: dict[int, Any]) -> Any:

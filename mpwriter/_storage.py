@@ -6,7 +6,6 @@ files is in `mpwriter._sink`, what an exception means in `mpwriter._faults`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import inspect
 import os
@@ -19,8 +18,15 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols, get_filesystem_class
 
-from mpwriter._faults import as_storage_error, error_record, is_transient, stale_shard_names
+from mpwriter._faults import (
+    as_storage_error,
+    error_record,
+    is_absence,
+    is_transient,
+    stale_shard_names,
+)
 from mpwriter._filesystems import (
+    forget_listings,
     has_directories,
     is_local,
     pickled_filesystem,
@@ -67,6 +73,10 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
 
 _COLONS = "__mpwriter_colons__"
+# Of these, "?" and "#" belong to the path; fsspec would make options of what follows them.
+# Source: fsspec.utils.infer_storage_options, as used by SFTPFileSystem._get_kwargs_from_urls.
+_PATH_SCHEMES = frozenset({"sftp", "ssh"})
+_LITERALS = {"?": "__mpwriter_question__", "#": "__mpwriter_hash__"}
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,15 @@ def _as_text(path: Any) -> str:
 
 
 def _resolve(text: str, options: dict[str, Any]) -> tuple[Any, str]:
+    scheme = _SCHEME.match(text)
+    if scheme is not None and scheme[1] in _PATH_SCHEMES and "::" not in text:
+        for character, name in _LITERALS.items():
+            text = text.replace(character, name)
+        fs, root = url_to_fs(text, **options)
+        root = str(root)
+        for character, name in _LITERALS.items():
+            root = root.replace(name, character)
+        return fs, root
     if "::" not in text or _is_chain(text):
         fs, root = url_to_fs(text, **options)
         return fs, str(root)
@@ -177,7 +196,8 @@ def _display(text: str) -> str:
             if at and "/" not in user:
                 keep = scheme[1] in _CONTAINER_SCHEMES
                 part = scheme[0] + (user.partition(":")[0] + "@" if keep else "") + rest
-            part = part.partition("?")[0]
+            if scheme[1] not in _PATH_SCHEMES:
+                part = part.partition("?")[0]
         parts.append(part)
     return "::".join(parts).rstrip("/")
 
@@ -191,8 +211,7 @@ def file_exists(fs: Any, path: str) -> bool:
         OSError: it cannot be known (no permission, no connection).
     """
     fs, path = unwrap(fs, path)
-    with contextlib.suppress(NotImplementedError):
-        fs.invalidate_cache(path)
+    forget_listings(fs, path)
     kind = _kind(fs, path)
     return kind is not None and kind != "directory"
 
@@ -201,8 +220,10 @@ def _kind(fs: Any, path: str) -> str | None:
     """The `type` of fsspec's info; None where there is nothing."""
     try:
         return str(fs.info(path).get("type", "file"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except Exception as exc:
+        if is_absence(exc):
+            return None
+        raise
 
 
 def read_file(fs: Any, path: str) -> bytes:
@@ -213,10 +234,14 @@ def read_file(fs: Any, path: str) -> bytes:
         OSError: as the filesystem has it.
     """
     fs, path = unwrap(fs, path)
-    with contextlib.suppress(NotImplementedError):
-        fs.invalidate_cache(path)
-    with fs.open(path, "rb") as file:
-        return bytes(file.read())
+    forget_listings(fs, path)
+    try:
+        with fs.open(path, "rb") as file:
+            return bytes(file.read())
+    except Exception as exc:
+        if is_absence(exc) and not isinstance(exc, OSError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from exc
+        raise
 
 
 def make_directories(location: Location, *, sync_files: bool = False) -> None:
@@ -275,8 +300,7 @@ def _wait_for_directory(fs: Any, path: str) -> bool:
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_VISIBLE_POLL_S)
-        with contextlib.suppress(NotImplementedError):
-            fs.invalidate_cache(path)
+        forget_listings(fs, path)
     return True
 
 
@@ -297,8 +321,7 @@ def remove_files(location: Location, names: Iterable[str]) -> list[str]:
     for name in names:
         try:
             remove_file(location.fs, location.child(name))
-        except FileNotFoundError:
-            pass
-        except Exception:
-            kept.append(name)
+        except Exception as exc:
+            if not is_absence(exc):
+                kept.append(name)
     return kept

@@ -72,21 +72,32 @@ def _open_fds() -> Iterable[tuple[int, str]]:
             pass  # the descriptor of the listing itself
 
 
-def left_behind(before: set[Resource], *, strict: bool = False) -> list[str]:
+def left_behind(
+    before: set[Resource], *, strict: bool = False, connections: bool = False
+) -> list[str]:
     """What has come since `before` and does not belong there, one line each.
 
     Args:
         before: an earlier `snapshot()`, with mappings where `strict`.
         strict: mpwriter itself may hold nothing either.
+        connections: let pass those that the client of a store keeps open, and their threads.
     """
-    found = _suspects(before, strict)
+
+    def look() -> set[Resource]:
+        return {
+            resource
+            for resource in _suspects(before, strict)
+            if not (connections and _is_connection(resource))
+        }
+
+    found = look()
     begin_s = time.monotonic()
     while found and time.monotonic() < begin_s + GRACE_S:
         time.sleep(0.01)
         if time.monotonic() > begin_s + _PATIENCE_S:
             gc.collect()  # a caught exception can hold a frame, and with it what is open there
             _drop_cached_filesystems()
-        found = _suspects(before, strict)
+        found = look()
     return sorted(_describe(resource) for resource in found)
 
 
@@ -127,6 +138,15 @@ def _is_event_loop(resource: Resource) -> bool:
         return False
     name: str = resource[2]
     return name == _EVENT_LOOP_THREAD or name.startswith(_EXECUTOR_THREADS)
+
+
+def _is_connection(resource: Resource) -> bool:
+    kind, *rest = resource
+    if kind == "fd":
+        target: str = rest[1]
+        return target.startswith(("socket:", "anon_inode:"))
+    # Of paramiko, one a connection; of gcsfs, one that closes them.
+    return kind == "thread" and str(rest[1]).startswith(("Thread-", "gcsfs-"))
 
 
 def _worker_pids() -> list[int]:

@@ -10,9 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from mpwriter import MPFsspecWriter
-from mpwriter._compat import HAS_RANK_METADATA, StockFsspecReader, StockFsspecWriter
+from mpwriter._compat import (
+    HAS_RANK_METADATA,
+    StockFsspecReader,
+    StockFsspecWriter,
+    end_checkpoint_process,
+)
 from tests import ranks
 from tests.fault_table import state_of_rank, state_of_ranks
 from tests.ranks import Failure, RankPair
@@ -64,6 +70,15 @@ def test_saves_hold_their_own_values_when_plans_are_cached(
     """Invariant 14: a cached plan is that of the first save; the names of files are not."""
     rank_pair.run(_save_with_cached_plans, str(tmp_path), mode)
     for number in range(3):
+        assert_holds(tmp_path / str(number), state_of_ranks(number))
+
+
+def test_saves_hold_their_own_values_when_a_checkpoint_process_writes(
+    rank_pair: RankPair, tmp_path: Path
+) -> None:
+    """G05: DCP's process mode; the processes of both ranks are one group of their own."""
+    rank_pair.run(_save_in_process, str(tmp_path))
+    for number in range(2):
         assert_holds(tmp_path / str(number), state_of_ranks(number))
 
 
@@ -144,6 +159,24 @@ def _save_with_cached_plans(folder: str, mode: str) -> None:
             dcp.save(state, **options)
         else:
             dcp.async_save(state, **options).result()
+
+
+def _save_in_process(folder: str) -> None:
+    try:
+        for number in range(2):
+            state = state_of_rank(number, dist.get_rank())
+            saved: Any = dcp.async_save(
+                state,
+                storage_writer=MPFsspecWriter(f"{folder}/{number}", num_workers=1),
+                process_group=ranks.group(0, 1),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            )
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            saved.result()
+    finally:
+        end_checkpoint_process()
 
 
 def _save_replicated(path: str, to_lowest: bool) -> None:

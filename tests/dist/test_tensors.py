@@ -174,7 +174,7 @@ class _Model(torch.nn.Module):
 def test_save_round_trips_when_the_model_is_fully_sharded(
     mode: str, rank_pair: RankPair, checkpoint_dir: Path
 ) -> None:
-    """E01, E02: FSDP2 with its optimizer, by get_state_dict, into another model; as stock has it."""
+    """E01, E02: FSDP2 and its optimizer, by get_state_dict, into another model; as stock."""
     rank_pair.run(_train_and_save, str(checkpoint_dir), mode)
     ours = FsspecReader(checkpoint_dir).read_metadata().state_dict_metadata
     stock = StockFsspecReader(f"{checkpoint_dir}.stock").read_metadata().state_dict_metadata
