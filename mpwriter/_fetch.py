@@ -2,26 +2,30 @@
 
 Runs in: trainer.
 
-    _fetch_plan    which ranges of which files
-    _fetch_file    bytes of one range: the part that reading ahead, in parallel, will replace
-    _fetch_decode  from bytes to tensors, checked, into their targets
-
-One range after the other; what is held is one range, or one item where that is larger.
+    _fetch_plan     which ranges of which files
+    _fetch_source   files that threads can share: of a local disk, or behind an event loop
+    _fetch_ahead    their ranges, read ahead
+    _fetch_file     ranges of one file, one after the other: of every other filesystem
+    _fetch_place    large payloads, straight into their targets
+    _fetch_decode   from bytes to tensors, checked, into their targets
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from mpwriter._fetch_ahead import Ahead, Arrived
 from mpwriter._fetch_decode import Delivery
 from mpwriter._fetch_file import Buffer, ShardFile
-from mpwriter._fetch_plan import ByteRange, plan_reads
+from mpwriter._fetch_place import MIN_PLACE_BYTES
+from mpwriter._fetch_plan import MAX_RANGE_BYTES, ByteRange, plan_reads
+from mpwriter._fetch_source import lane_for
 from mpwriter._report import ProgressLine
 from mpwriter._storage import Location
 
@@ -29,6 +33,9 @@ __all__ = ["fetch"]
 
 _logger = logging.getLogger(__name__)
 _GIB = 1 << 30
+
+# As long as the writer waits for a worker without progress.
+DEFAULT_TIMEOUT_S = 600.0
 
 
 def fetch(
@@ -39,6 +46,8 @@ def fetch(
     *,
     retries: int,
     progress: bool,
+    num_workers: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Read every item and deliver it. A file that holds none of them is not opened.
 
@@ -49,6 +58,8 @@ def fetch(
         delivery: takes the items, in the order in which they lie in the files.
         retries: how often a read is tried again after an error that may pass.
         progress: draw a line on stderr.
+        num_workers: reads at once, at most; None: see `lane_for`.
+        timeout_s: the longest to wait for one read, where threads read.
 
     Raises:
         IncompleteCheckpointError, CorruptCheckpointError, StorageError: see `ShardFile.read`.
@@ -57,26 +68,54 @@ def fetch(
     Not thread-safe: the planner is not.
     """
     began_s = time.monotonic()
-    files = plan_reads(reads, places)
+    lane = lane_for(location.fs, num_workers)
+    files = plan_reads(
+        reads,
+        places,
+        delivery.entries,
+        max_range_bytes=MAX_RANGE_BYTES if lane is None else lane.max_range_bytes,
+        alone_bytes=MIN_PLACE_BYTES if lane is not None and lane.in_place else None,
+    )
     total_bytes = sum(span.stop - span.start for spans in files.values() for span in spans)
     line = ProgressLine("loading", total_bytes, progress)
-    buffer = Buffer()
     try:
-        for name, spans in files.items():
-            with ShardFile(location, name, buffer, retries=retries) as shard:
-                for span in spans:
-                    _fetch_range(shard, span, delivery)
-                    line.advance(span.stop - span.start)
+        if lane is None or not files:
+            _fetch_in_turn(location, files, delivery, line, retries)
+        else:
+            with Ahead(location, lane, delivery, retries=retries, timeout_s=timeout_s) as ahead:
+                for arrived in ahead.read(files):
+                    _deliver(arrived, delivery)
+                    line.advance(arrived.span.stop - arrived.span.start)
     finally:
         line.close()
     _log(location, delivery, len(files), total_bytes, time.monotonic() - began_s)
 
 
-def _fetch_range(shard: ShardFile, span: ByteRange, delivery: Delivery) -> None:
-    view = shard.read(span)
+def _fetch_in_turn(
+    location: Location,
+    files: Mapping[str, Sequence[ByteRange]],
+    delivery: Delivery,
+    line: ProgressLine,
+    retries: int,
+) -> None:
+    """One range after the other; what is held is one, or one item where that is larger."""
+    buffer = Buffer()
+    for name, spans in files.items():
+        with ShardFile(location, name, buffer, retries=retries) as shard:
+            for span in spans:
+                _deliver(Arrived(shard.display, span, shard.read(span), None, None), delivery)
+                line.advance(span.stop - span.start)
+
+
+def _deliver(arrived: Arrived, delivery: Delivery) -> None:
+    display, span, view, prepared, place = arrived
+    if place is not None:
+        delivery.finish(span.items[0], place)
+        return
+    assert view is not None
     for item in span.items:
         begin = item.offset - span.start
-        delivery.deliver(item, view[begin : begin + item.length], shard.display)
+        delivery.deliver(item, view[begin : begin + item.length], display, prepared)
 
 
 def _log(
@@ -89,5 +128,6 @@ def _log(
     )  # fmt: skip
     if delivery.num_unverified:
         _logger.info(
-            "%d of these items are unverified: their files hold no CRC", delivery.num_unverified
+            "%d of these items are unverified: read in part, or their files hold no CRC",
+            delivery.num_unverified,
         )

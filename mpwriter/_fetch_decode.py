@@ -6,7 +6,8 @@ Runs in: trainer.
                                               `-- raw (safetensors) --'
                                               `-- torch.load(weights_only=True): other shapes
 
-Nothing is copied into a target before the item's CRCs and both shapes have been compared.
+Nothing is copied into a target before the item's CRCs and both shapes have been compared, but for
+what `mpwriter._fetch_place` reads straight into it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ from collections.abc import Mapping
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from mpwriter._compat import ExtensionRegistry, StreamTransformExtension, narrow_tensor_by_index
 from mpwriter._decode import ContainerError, DecodedTensor, decode
-from mpwriter._fetch_plan import StoredItem
+from mpwriter._fetch_place import Place, place_for
+from mpwriter._fetch_plan import SAFETENSORS_SUFFIX, StoredItem, chunk_of
 from mpwriter.errors import CorruptCheckpointError, ShapeMismatchError
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "Prepared"]
 
-_SAFETENSORS_SUFFIX = ".safetensors"
+# A container that has been read and checked before; None where torch.load has to say what it is.
+Prepared = tuple[DecodedTensor | None]
 
 _ZIP_BEGIN, _ZIP_END, _ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 
@@ -48,6 +47,7 @@ class Delivery:
         extensions: makes the stream transforms that an item's descriptors name.
 
     Attributes:
+        entries: as above.
         num_items: delivered so far.
         num_unverified: of these, how many should have been, and had no CRC to compare.
     """
@@ -61,19 +61,60 @@ class Delivery:
         extensions: ExtensionRegistry,
     ) -> None:
         self._planner = planner
-        self._entries = entries
+        self.entries = entries
         self._verify = verify
         self._extensions = extensions
+        self._targets: dict[int, torch.Tensor] = {}
         self.num_items = 0
         self.num_unverified = 0
 
-    def deliver(self, item: StoredItem, stored: memoryview, path: str) -> None:
+    def place(self, name: str, item: StoredItem) -> Place | None:
+        """Where `item` can be read straight into its target; None where it has to be delivered.
+
+        Args:
+            name: of the file.
+        """
+        wants_all = len(item.reads) == 1 and not item.descriptors
+        if not wants_all or item.reads[0].type == LoadItemType.BYTE_IO:
+            return None
+        read = item.reads[0]
+        entry = self.entries.get(read.storage_index.fqn)
+        return place_for(name, item, entry, lambda: self._target(read), verify=self._verify)
+
+    def finish(self, item: StoredItem, place: Place) -> None:
+        """The item has been read into its place."""
+        read = item.reads[0]
+        if not place.target.is_inference():
+            # It was changed behind autograd's back, which keeps count of changes.
+            torch.autograd.graph.increment_version(place.target)
+        self._planner.commit_tensor(read, self._targets.pop(id(read)))
+        self.num_items += 1
+        self.num_unverified += self._verify and not place.checked
+
+    def prepare(self, item: StoredItem, stored: memoryview, path: str) -> Prepared | None:
+        """Do the part of `deliver` that takes long and needs no planner. Thread-safe.
+
+        Returns:
+            For `deliver`; None where there is no such part.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not what was written.
+        """
+        is_tensor = all(read.type != LoadItemType.BYTE_IO for read in item.reads)
+        if item.descriptors or item.elements or not is_tensor or path.endswith(SAFETENSORS_SUFFIX):
+            return None
+        return (self._decode(item, stored, path),)
+
+    def deliver(
+        self, item: StoredItem, stored: memoryview, path: str, prepared: Prepared | None = None
+    ) -> None:
         """Serve every read of `item`.
 
         Args:
             item: what is delivered.
             stored: its bytes in the file, writable; not kept.
             path: of the file, for errors.
+            prepared: what `prepare` gave for these bytes.
 
         Raises:
             CorruptCheckpointError: the bytes are not what was written.
@@ -86,8 +127,15 @@ class Delivery:
         if wants_bytes:
             self._deliver_bytes(item, wants_bytes, stored, path)
         if len(wants_bytes) < len(item.reads):
-            self._deliver_tensor(item, stored, path)
+            self._deliver_tensor(item, stored, path, prepared)
         self.num_items += 1
+
+    def _target(self, read: ReadItem) -> torch.Tensor:
+        """The planner's target; it is asked once for each read."""
+        target = self._targets.get(id(read))
+        if target is None:
+            target = self._targets[id(read)] = self._planner.resolve_tensor(read).detach()
+        return target
 
     def _undo_transforms(self, item: StoredItem, stored: memoryview, path: str) -> memoryview:
         try:
@@ -123,22 +171,33 @@ class Delivery:
                 _add_note(error, f"mpwriter: while loading {item.key!r} from {path}")
                 raise
 
-    def _deliver_tensor(self, item: StoredItem, stored: memoryview, path: str) -> None:
+    def _deliver_tensor(
+        self, item: StoredItem, stored: memoryview, path: str, prepared: Prepared | None
+    ) -> None:
         reads = [read for read in item.reads if read.type != LoadItemType.BYTE_IO]
-        if path.endswith(_SAFETENSORS_SUFFIX):
+        if item.elements is not None:
+            self.num_unverified += self._verify
+            for read in reads:
+                self._put(read, _elements(stored, item.elements).view(tuple(read.lengths)), path)
+        elif path.endswith(SAFETENSORS_SUFFIX):
             self.num_unverified += self._verify
             for read in reads:
                 self._copy(read, self._raw_tensor(read.storage_index, stored, path), path)
         else:
-            tensor = self._decoded_tensor(item, stored, path)
+            decoded = self._decode(item, stored, path) if prepared is None else prepared[0]
+            tensor = self._decoded_tensor(decoded, item, stored, path)
             for read in reads:
                 self._copy(read, tensor, path)
 
-    def _decoded_tensor(self, item: StoredItem, stored: memoryview, path: str) -> torch.Tensor:
+    def _decode(self, item: StoredItem, stored: memoryview, path: str) -> DecodedTensor | None:
         try:
-            decoded = decode(stored, verify=self._verify)
+            return decode(stored, verify=self._verify)
         except ContainerError as error:
             raise _corrupt(item.key, path, str(error)) from error
+
+    def _decoded_tensor(
+        self, decoded: DecodedTensor | None, item: StoredItem, stored: memoryview, path: str
+    ) -> torch.Tensor:
         dtype = getattr(torch, decoded.dtype, None) if decoded is not None else None
         if decoded is None or not isinstance(dtype, torch.dtype):
             return _torch_load(item.key, stored, path)
@@ -147,10 +206,12 @@ class Delivery:
 
     def _raw_tensor(self, index: MetadataIndex, stored: memoryview, path: str) -> torch.Tensor:
         """A safetensors file's payload: what it is says the metadata."""
-        entry = self._entries.get(index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise _corrupt(index.fqn, path, "the metadata says nothing of this tensor")
-        shape, dtype = tuple(_chunk_of(entry, index, path).sizes), entry.properties.dtype
+        entry = self.entries.get(index.fqn)
+        chunk = chunk_of(entry, index)
+        if entry is None or chunk is None:
+            text = f"the metadata says nothing of this tensor's chunk at {index.offset}"
+            raise _corrupt(index.fqn, path, text)
+        shape, dtype = tuple(chunk.sizes), entry.properties.dtype
         expected = math.prod(shape) * dtype.itemsize
         if expected != len(stored):
             text = f"expected {expected} bytes of {dtype} {shape}, found {len(stored)}"
@@ -170,7 +231,12 @@ class Delivery:
                 path=path,
                 key=key,
             ) from error
-        target = self._planner.resolve_tensor(read).detach()
+        self._put(read, piece, path)
+
+    def _put(self, read: ReadItem, piece: torch.Tensor, path: str) -> None:
+        key = read.storage_index.fqn
+        target = self._target(read)
+        del self._targets[id(read)]
         if target.size() != piece.size():
             raise ShapeMismatchError(
                 f"{key}: {path} holds shape {tuple(piece.shape)}, its target has shape "
@@ -226,19 +292,6 @@ def _torch_load(key: str, stored: memoryview, path: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise _corrupt(key, path, f"expected a tensor, found a {type(tensor).__name__}")
     return tensor
-
-
-def _chunk_of(
-    entry: TensorStorageMetadata, index: MetadataIndex, path: str
-) -> ChunkStorageMetadata:
-    hint = index.index
-    if hint is not None and hint < len(entry.chunks):
-        if index.offset is None or entry.chunks[hint].offsets == index.offset:
-            return entry.chunks[hint]
-    for chunk in entry.chunks:
-        if index.offset is None or chunk.offsets == index.offset:
-            return chunk
-    raise _corrupt(index.fqn, path, f"the metadata has no chunk at {index.offset}")
 
 
 def _fault_of(stored: memoryview) -> str | None:

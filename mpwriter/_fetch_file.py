@@ -5,6 +5,7 @@ Runs in: trainer.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,16 @@ from mpwriter.errors import (
     StorageError,
 )
 
-__all__ = ["Buffer", "ShardFile", "check_sizes", "retried", "storage_error"]
+__all__ = [
+    "Buffer",
+    "ShardFile",
+    "check_sizes",
+    "cut_off",
+    "missing",
+    "retried",
+    "storage_error",
+    "timed_out",
+]
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -100,12 +110,12 @@ class ShardFile:
             path=self.display,
             fs=self._fs,
             retries=self._retries,
-            missing=lambda: _missing(self.display, span.items[0]),
+            missing=lambda: missing(self.display, span.items[0]),
             before_retry=self._close,
         )
         end = span.start + len(view)
         if end < span.stop:
-            raise _cut_off(self.display, next(i for i in span.items if i.stop > end), end)
+            raise cut_off(self.display, next(i for i in span.items if i.stop > end), end)
         return view
 
     def _fill(self, span: ByteRange) -> memoryview:
@@ -190,13 +200,13 @@ def _check_size(location: Location, name: str, last: StoredItem) -> None:
         path=display,
         fs=fs,
         retries=0,
-        missing=lambda: _missing(display, last),
+        missing=lambda: missing(display, last),
     )
     if isinstance(size, int) and size < last.stop:
-        raise _cut_off(display, last, size)
+        raise cut_off(display, last, size)
 
 
-def _missing(display: str, item: StoredItem) -> IncompleteCheckpointError:
+def missing(display: str, item: StoredItem) -> IncompleteCheckpointError:
     return IncompleteCheckpointError(
         f"{item.key}: its shard file is missing: {display} (has the checkpoint been removed or "
         "overwritten since its metadata was read?)",
@@ -205,13 +215,24 @@ def _missing(display: str, item: StoredItem) -> IncompleteCheckpointError:
     )
 
 
-def _cut_off(display: str, item: StoredItem, end: int) -> CorruptCheckpointError:
+def cut_off(display: str, item: StoredItem, end: int) -> CorruptCheckpointError:
     held = max(0, end - item.offset)
     return CorruptCheckpointError(
         f"{item.key}: its shard file is cut off: {display}: expected {item.length} bytes at "
         f"{item.offset}, found {held}",
         path=display,
         key=item.key,
+    )
+
+
+def timed_out(display: str, item: StoredItem, timeout_s: float) -> StorageError:
+    """What to raise for a read that does not end."""
+    return StorageError(
+        f"cannot read {display}: no answer for {timeout_s:g} s, at {item.key!r}",
+        errno=errno.ETIMEDOUT,
+        path=display,
+        original_type="TimeoutError",
+        worker_traceback="",
     )
 
 

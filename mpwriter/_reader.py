@@ -1,7 +1,7 @@
 """FsspecReader: the storage reader for `dcp.load`.
 
-Runs in: trainer. Files are read one after the other, in this process; what is asked of the
-constructor for reading in parallel is checked and kept, but not used yet.
+Runs in: trainer. Files are read by threads of this process, where its filesystem lets several read
+at once; see `mpwriter._fetch`.
 
     read_metadata -> set_up_storage_reader -> prepare_local_plan -> prepare_global_plan -> read_data
 """
@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from mpwriter import _metadata
 from mpwriter._compat import ExtensionRegistry
-from mpwriter._fetch import fetch
+from mpwriter._fetch import DEFAULT_TIMEOUT_S, fetch
 from mpwriter._fetch_decode import Delivery
 from mpwriter._fetch_file import check_sizes, retried
 from mpwriter._fetch_plan import plan_reads
@@ -48,10 +48,11 @@ class FsspecReader(StorageReader):
         path: a local path or an fsspec URL of the checkpoint's directory.
         _extension_registry: makes the stream transforms that a checkpoint was saved with; None:
             those that torch knows.
-        num_workers: for reading in parallel; not used yet.
+        num_workers: reads at the same time, at most. None: the cores that this rank may use on a
+            local disk, 10 on an object store. Other filesystems are read by one thread.
         verify: compare the CRC-32 of everything that is read. Checkpoints of the stock writers
             have CRCs too, unless torch.serialization.set_crc32_options(False) was in force.
-        timeout_s: seconds without progress after which a worker is given up; not used yet.
+        timeout_s: the longest to wait for one read, in seconds; None: 600.
         retries: how often a read is tried again after an error that may pass.
         progress: draw a line on stderr while reading.
         event_handler: not used yet.
@@ -265,6 +266,8 @@ class FsspecReader(StorageReader):
             delivery,
             retries=self._retries,
             progress=self._progress,
+            num_workers=self._num_workers,
+            timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S,
         )
         done: Future[None] = Future()
         done.set_result(None)
