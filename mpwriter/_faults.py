@@ -103,6 +103,7 @@ _TRANSIENT_CLASSES = frozenset(
     }
 )
 
+_FORBIDDEN_STATUSES = frozenset({401, 403})
 _TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _TRANSIENT_CODES = re.compile(
     r"slow ?down|throttl|too ?many ?requests|request ?limit ?exceeded|reduce your request rate"
@@ -293,6 +294,8 @@ def _first_errno(exc: BaseException) -> int | None:
                 return number
         if is_absence(link):
             return _errno.ENOENT
+        if isinstance(link, Exception) and _status(link)[0] in _FORBIDDEN_STATUSES:
+            return _errno.EACCES  # azure.core and others have no class of their own for it
     return None
 
 

@@ -290,6 +290,8 @@ class Save:
 
     def _fail(self, error: BaseException) -> None:
         self._give_back()
+        # It is over, however long somebody keeps the exception, and with it this object.
+        _under_way.discard(self)
         self._events.failed(error)
 
     def _give_back(self) -> None:

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpwriter.bench import async_report, discard, sync_report
+from mpwriter.bench import async_report, discard, load_report, sync_report
 from mpwriter.bench.async_mode import AsyncFigures, measure_async
+from mpwriter.bench.load_mode import LoadFigures, measure_loads
 from mpwriter.bench.machine import describe_load, describe_machine, redact_command, redact_url
 from mpwriter.bench.options import Options, parse_options
 from mpwriter.bench.places import Place, open_place
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot_path and not can_plot():
         message = "--plot needs matplotlib, which is not installed: pip install 'mpwriter[bench]'"
         print(message, file=sys.stderr)
+        return 2
+    if options.plot_path and options.mode == "load":
+        print("--plot draws saves only, not --mode load", file=sys.stderr)
         return 2
     discard.register()
     with open_place(options.url, options.storage_options) as place:
@@ -81,6 +85,16 @@ def _run_async(options: Options, place: Place) -> dict[str, Any]:
     return _conclude(options, states, async_report.async_findings(all_figures))
 
 
+def _run_load(options: Options, place: Place) -> dict[str, Any]:
+    def report(figures: LoadFigures) -> None:
+        print(load_report.load_report(figures), flush=True)
+
+    print(load_report.LEGEND)
+    all_figures = measure_loads(options, place, report)
+    states = [load_report.load_figures_as_json(figures) for figures in all_figures]
+    return _conclude(options, states, load_report.load_findings(all_figures))
+
+
 def _conclude(
     options: Options, states: list[dict[str, Any]], findings: list[str]
 ) -> dict[str, Any]:
@@ -96,4 +110,5 @@ def _conclude(
 _MODES: dict[str, Callable[[Options, Place], dict[str, Any]]] = {
     "sync": _run_sync,
     "async": _run_async,
+    "load": _run_load,
 }

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import leaks
-from tests.integration.conftest import start_trainer, trainer_host
-from tests.servers import Store, start_azure, start_gcs, start_s3, start_sftp
-
-__all__ = ["start_trainer", "trainer_host"]
+from tests.elsewhere import OtherProcess
+from tests.servers import (
+    ServerError,
+    Store,
+    start_azure,
+    start_gcs,
+    start_s3,
+    start_sftp,
+)
+from tests.trainers import Trainer, TrainerHost
 
 Start = Callable[[], contextlib.AbstractContextManager[Store]]
 
@@ -41,10 +51,16 @@ def store(
     elif request.param == "memory":
         yield Store("memory", "memory://checkpoints", serves_workers=False, has_directories=True)
     else:
-        before = leaks.snapshot()
-        with _SERVERS[request.param]() as started:
+        with contextlib.ExitStack() as stack:
+            before = leaks.snapshot()
+            try:
+                started = stack.enter_context(_SERVERS[request.param]())
+            except ServerError as error:
+                pytest.fail(str(error), pytrace=False)
             # Not left to the hook: pytest calls none of a subfolder for fixtures of the session.
             leaks.long_lived |= leaks.snapshot() - before
+            # Workers have the environment of the time when they were started.
+            leaks.shut_down()
             yield started
 
 
@@ -78,3 +94,48 @@ def _dcp_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def url(store: Store) -> str:
     """A place for one checkpoint; nothing is there yet."""
     return f"{store.root}/run{next(_numbers)}/step"
+
+
+@pytest.fixture(scope="session")
+def elsewhere() -> Iterator[OtherProcess]:
+    """Another process, which saves to the same stores."""
+    before = leaks.snapshot()
+    other = OtherProcess()
+    leaks.long_lived |= leaks.snapshot() - before
+    yield other
+    other.close()
+
+
+@pytest.fixture(scope="session")
+def trainer_host() -> Iterator[TrainerHost]:
+    """Where trainers come from that a test may kill."""
+    before = leaks.snapshot()
+    host = TrainerHost()
+    leaks.long_lived |= leaks.snapshot() - before
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def start_trainer(
+    trainer_host: TrainerHost, store: Store, url: str, tmp_path: Path
+) -> Iterator[Callable[..., Trainer]]:
+    """Start a trainer: `start_trainer(source, *args)`.
+
+    Its arguments are the URL, the storage options as JSON, and `args`.
+    """
+    started: list[Trainer] = []
+
+    def start(source: str, *args: Any) -> Trainer:
+        # What a server has put there counts in the trainers, too.
+        environment = {n: v for n, v in os.environ.items() if n.startswith(("GCSFS", "FETCH"))}
+        options = json.dumps(dict(store.options))
+        trainer = trainer_host.start(
+            source, url, options, *args, folder=tmp_path / "output", env=environment
+        )
+        started.append(trainer)
+        return trainer
+
+    yield start
+    for trainer in started:
+        trainer.close()

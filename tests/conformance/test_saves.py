@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
+import errno
 
 import pytest
 import torch
@@ -13,34 +11,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mpwriter import FsspecReader, MPFsspecWriter
 from mpwriter._compat import SerializationFormat, StockFsspecReader
-from mpwriter.errors import CheckpointExistsError, IncompleteCheckpointError
+from mpwriter.errors import CheckpointExistsError, IncompleteCheckpointError, StorageError
 from tests.asyncs import async_save, settled
-from tests.saves import failure_of, small_state
+from tests.saves import failure_in_save, failure_of, small_state
 from tests.servers import Store
-from tests.states import assert_same, blank, load_into, mixed_items, save_with
-from tests.trainers import Trainer
-
-State = dict[str, Any]
+from tests.states import assert_same, blank, load_into, mixed_items
+from tests.stores import WITH_READER, assert_holds, in_words, of_stranger, on, save, shards
 
 ODD_NAMES = [
     "a [b]", "star*", "what?", "#1", "100%20", "50%", "a b", "ünï-漢字", "plus+and&=", "a'\"b", "~",
-    "{x}", "$HOME",
+    "{x}", "$HOME", "a::b", "s3::x",
 ]  # fmt: skip
-
-
-def save(store: Store, url: str, state: State, **options: Any) -> MPFsspecWriter:
-    writer = MPFsspecWriter(url, **{"num_workers": 2, **store.options, **options})
-    save_with(writer, state)
-    return writer
-
-
-def assert_holds(store: Store, url: str, state: State) -> None:
-    reader = FsspecReader(url, num_workers=1, **store.options)
-    assert_same(load_into(blank(state), reader), state)
-
-
-def shards(store: Store, url: str) -> list[str]:
-    return [name for name in store.names(url) if name != ".metadata"]
 
 
 @pytest.mark.parametrize("single_file", [True, False])
@@ -133,7 +114,7 @@ def test_save_refuses_when_a_checkpoint_may_not_be_replaced(store: Store, url: s
     with pytest.raises(CheckpointException) as caught:
         save(store, url, small_state(2), overwrite=False)
     assert isinstance(failure_of(caught.value), CheckpointExistsError)
-    assert url.split("://")[-1] in str(caught.value)
+    assert in_words(url) in str(caught.value)
     assert store.names(url) == before
     assert_holds(store, url, small_state(1))
     save(store, f"{url}2", small_state(2), overwrite=False)
@@ -172,7 +153,7 @@ def test_load_raises_when_there_is_no_checkpoint(left: str, store: Store, url: s
         load_into(blank(small_state(1)), FsspecReader(url, **store.options))
     error = failure_of(caught.value)
     assert isinstance(error, IncompleteCheckpointError) and isinstance(error, FileNotFoundError)
-    assert url.split("://")[-1] in str(error)
+    assert in_words(url) in str(error)
 
 
 def test_load_raises_when_a_shard_is_gone(store: Store, url: str) -> None:
@@ -185,31 +166,34 @@ def test_load_raises_when_a_shard_is_gone(store: Store, url: str) -> None:
     assert lost in str(caught.value)
 
 
-_OTHER_PROCESS = """
-import json, sys
-from mpwriter import MPFsspecWriter
-from tests.saves import small_state
-from tests.states import save_with
-url, options, number = sys.argv[1:]
-save_with(MPFsspecWriter(url, num_workers=1, **json.loads(options)), small_state(int(number)))
-"""
-
-
-def test_load_is_of_the_newest_checkpoint_when_another_process_has_replaced_it(
-    store: Store, url: str, start_trainer: Callable[..., Trainer]
+@on(*WITH_READER)
+@pytest.mark.parametrize("overwrites", [False, True], ids=["first", "overwrites"])
+def test_save_names_the_file_when_it_may_not_be_written(
+    overwrites: bool, store: Store, url: str
 ) -> None:
-    """Listing caches: nothing that this process has seen before counts."""
-    if store.name == "memory":
-        return  # of one process
-    with pytest.raises(CheckpointException):
-        assert_holds(store, url, small_state(1))
-    for number in (1, 2):
-        other = start_trainer(_OTHER_PROCESS, url, json.dumps(store.options), number)
-        other.assert_succeeded()
-        assert_holds(store, url, small_state(number))
+    """A05, F12, F18: at once, and what was there stays."""
+    if overwrites:
+        save(store, url, small_state(1))
+    before = store.names(url)
+    assert store.of_reader is not None
+    error = failure_in_save(url, small_state(2), **store.of_reader)
+    assert isinstance(error, StorageError) and isinstance(error, OSError)
+    assert error.errno == errno.EACCES
+    assert error.path is not None and in_words(url) in error.path
+    assert in_words(url) in str(error)
+    assert store.names(url) == before
+    if overwrites:
+        reader = FsspecReader(url, **store.of_reader)
+        assert_same(load_into(blank(small_state(1)), reader), small_state(1))
+
+
+@on("s3", "azure")
+def test_load_names_the_file_when_it_may_not_be_read(store: Store, url: str) -> None:
+    """F18: it is no missing checkpoint."""
+    save(store, url, small_state(1))
+    reader = FsspecReader(url, **(of_stranger(store) or {}))
     with pytest.raises(CheckpointException) as caught:
-        save(store, url, small_state(3), overwrite=False)
-    assert isinstance(failure_of(caught.value), CheckpointExistsError)
-    save(store, url, small_state(4))
-    assert_holds(store, url, small_state(4))
-    assert len(shards(store, url)) == 2
+        load_into(blank(small_state(1)), reader)
+    error = failure_of(caught.value)
+    assert isinstance(error, StorageError) and error.errno == errno.EACCES
+    assert error.path is not None and in_words(url) in error.path and in_words(url) in str(error)

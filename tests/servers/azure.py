@@ -6,7 +6,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from tests.servers.process import free_ports, program, running
 from tests.servers.store import Store, try_store
@@ -36,12 +38,19 @@ def start_azure() -> Iterator[Store]:
         hint="npm install azurite",
     )
     (port,) = free_ports(1)
+    endpoint = f"http://127.0.0.1:{port}/{_ACCOUNT}"
     connection = (
         f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};"
-        f"BlobEndpoint=http://127.0.0.1:{port}/{_ACCOUNT};"
+        f"BlobEndpoint={endpoint};"
     )
+    sas = _sas_of_reader()
     store = Store(
-        "azure", f"abfs://{_CONTAINER}", {"connection_string": connection}, (_KEY, connection)
+        "azure",
+        f"abfs://{_CONTAINER}",
+        {"connection_string": connection},
+        # A signature is quoted in URLs, and its last letters are "=".
+        (_KEY, sas, *parse_qs(sas)["sig"]),
+        of_reader={"connection_string": f"BlobEndpoint={endpoint};SharedAccessSignature={sas}"},
     )
 
     def command(folder: Path) -> list[str]:
@@ -57,3 +66,22 @@ def start_azure() -> Iterator[Store]:
 
     with running(command, works, port=port):
         yield store
+
+
+def _sas_of_reader() -> str:
+    from azure.storage.blob import (
+        AccountSasPermissions,
+        ResourceTypes,
+        generate_account_sas,
+    )
+
+    now = datetime.now(timezone.utc)
+    sas: str = generate_account_sas(
+        _ACCOUNT,
+        _KEY,
+        ResourceTypes(service=True, container=True, object=True),
+        AccountSasPermissions(read=True, list=True),
+        start=now - timedelta(hours=1),
+        expiry=now + timedelta(days=1),
+    )
+    return sas

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,14 @@ __all__ = ["start_gcs"]
 
 _BUCKET = "checkpoints"
 
-# gcsfs asks for the kind of a bucket over gRPC, which an emulator does not answer for a minute.
-_NO_GRPC = "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"
+_TOKEN = "ya29.gcs-secret-4715"
+
+_ENVIRONMENT = {
+    # gcsfs asks for the kind of a bucket over gRPC, which an emulator does not answer for a minute.
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    # Nor is anybody asked how long the token is good for.
+    "FETCH_RAW_TOKEN_EXPIRY": "false",
+}
 
 
 @contextlib.contextmanager
@@ -30,8 +37,8 @@ def start_gcs() -> Iterator[Store]:
     """
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
-    options = {"token": "anon", "endpoint_url": endpoint}
-    store = Store("gcs", f"gs://{_BUCKET}", options)
+    options = {"token": _TOKEN, "endpoint_url": endpoint}
+    store = Store("gcs", f"gs://{_BUCKET}", options, (_TOKEN,))
 
     def command(folder: Path) -> list[str]:
         return [
@@ -44,16 +51,22 @@ def start_gcs() -> Iterator[Store]:
         _make_bucket(endpoint)
         try_store(store)
 
-    before = os.environ.get(_NO_GRPC)
-    os.environ[_NO_GRPC] = "false"
+    with _environment(), running(command, works, port=port):
+        yield store
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
     try:
-        with running(command, works, port=port):
-            yield store
+        yield
     finally:
-        if before is None:
-            del os.environ[_NO_GRPC]
-        else:
-            os.environ[_NO_GRPC] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _binary() -> Path:

@@ -41,7 +41,7 @@ def program(name: str, *places: str | os.PathLike[str], hint: str) -> str:
     Raises:
         ServerError: it is nowhere.
     """
-    folders = [*map(os.fspath, places), os.environ.get("PATH", "")]
+    folders = [*(os.fspath(place) for place in places), os.environ.get("PATH", "")]
     found = shutil.which(name, path=os.pathsep.join(folders))
     if found is None:
         raise ServerError(f"{name} is not installed: {hint}")
@@ -121,7 +121,7 @@ def _wait(process: subprocess.Popen[bytes], works: Callable[[], object], log: Pa
             works()
             return
         except Exception as error:
-            story = f"{process.args}: {type(error).__name__}: {error}\n{_end_of(log)}"
+            story = f"{process.args!r}: {type(error).__name__}: {error}\n{_end_of(log)}"
             if process.poll() is not None:
                 raise ServerError(f"ended with {process.returncode}: {story}") from error
             if time.monotonic() > end_s:

@@ -35,28 +35,27 @@ class S3Store(Store):
 
     def at(self, endpoint: str) -> S3Store:
         """The same store through something that stands before it, as a proxy does."""
-        options = {**self.options, "client_kwargs": {"endpoint_url": endpoint}}
-        return dataclasses.replace(self, options=options, endpoint=endpoint)
+        options, of_reader = (
+            {**one, "client_kwargs": {"endpoint_url": endpoint}}
+            for one in (self.options, self.of_reader or {})
+        )
+        return dataclasses.replace(self, options=options, of_reader=of_reader, endpoint=endpoint)
 
-    def limited(self) -> S3Store:
-        """The same store for whoever may do less; `actions` of `start_s3` says what."""
-        key, secret = _LIMITED
-        options = {**self.options, "key": key, "secret": secret}
-        return dataclasses.replace(self, options=options, secrets=_LIMITED)
-
-    def uploads(self) -> list[str]:
-        """Keys of the multipart uploads that have not ended."""
-        found = self.filesystem().call_s3("list_multipart_uploads", Bucket=_BUCKET)
-        return [upload["Key"] for upload in found.get("Uploads") or []]
+    def uploads(self, url: str) -> list[str]:
+        """Files below a URL whose multipart uploads have neither been completed nor aborted."""
+        prefix = self.path(url).partition("/")[2] + "/"
+        fs = self.filesystem()
+        found = fs.call_s3("list_multipart_uploads", Bucket=_BUCKET, Prefix=prefix)
+        return [upload["Key"].removeprefix(prefix) for upload in found.get("Uploads") or []]
 
 
 @contextlib.contextmanager
-def start_s3(actions: Sequence[str] = ()) -> Iterator[S3Store]:
+def start_s3(actions: Sequence[str] = ("Read", "List")) -> Iterator[S3Store]:
     """Start the server, with one bucket.
 
     Args:
-        actions: what the second identity may do, in the words of SeaweedFS: "Read", "Write",
-            "List", "Tagging", "Admin", each with ":bucket/prefix" behind it or not.
+        actions: what the second identity, that of `of_reader`, may do, in the words of SeaweedFS:
+            "Read", "Write", "List", "Tagging", "Admin", each for all or for a ":bucket/prefix".
 
     Raises:
         ServerError: it is not installed, or does not start.
@@ -88,12 +87,16 @@ def start_s3(actions: Sequence[str] = ()) -> Iterator[S3Store]:
             fs.call_s3("create_bucket", Bucket=_BUCKET)
         try_store(store)
 
-    key, secret = _ADMIN
+    admin, limited = (
+        {"key": key, "secret": secret, "client_kwargs": {"endpoint_url": endpoint}}
+        for key, secret in (_ADMIN, _LIMITED)
+    )
     store = S3Store(
         "s3",
         f"s3://{_BUCKET}",
-        {"key": key, "secret": secret, "client_kwargs": {"endpoint_url": endpoint}},
-        (secret,),
+        admin,
+        (_ADMIN[1], _LIMITED[1]),
+        of_reader=limited,
         endpoint=endpoint,
     )
     # Its sockets for gRPC are there whatever it is told.
@@ -103,9 +106,8 @@ def start_s3(actions: Sequence[str] = ()) -> Iterator[S3Store]:
 
 
 def _identities(actions: Sequence[str]) -> dict[str, Any]:
-    people = [("admin", _ADMIN, ["Admin", "Read", "Write", "List", "Tagging"])]
-    if actions:
-        people.append(("limited", _LIMITED, list(actions)))
+    everything = ["Admin", "Read", "Write", "List", "Tagging"]
+    people = [("admin", _ADMIN, everything), ("limited", _LIMITED, list(actions))]
     return {
         "identities": [
             {

@@ -18,8 +18,8 @@ _CONFIG = """
 Port {port}
 ListenAddress 127.0.0.1
 HostKey {folder}/host_key
-PidFile {folder}/pid
-AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+AuthorizedKeysFile {folder}/authorized_keys
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 PubkeyAuthentication yes
@@ -30,6 +30,7 @@ Subsystem sftp internal-sftp
 MaxSessions 100
 MaxStartups 100
 """
+_PASSPHRASE = "sftp-secret-4714"
 
 
 @contextlib.contextmanager
@@ -48,27 +49,43 @@ def start_sftp() -> Iterator[Store]:
     (port,) = free_ports(1)
 
     def command(folder: Path) -> list[str]:
-        for name in ("host_key", "user_key"):
-            subprocess.run(
-                [keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
-            )
+        _make_keys(keygen, folder)
         (folder / "config").write_text(_CONFIG.format(port=port, folder=folder))
         (folder / "data").mkdir()
         return [sshd, "-D", "-e", "-f", str(folder / "config")]
 
-    def store_in(folder: Path) -> Store:
-        options = {
-            "username": getpass.getuser(),
-            "port": port,
-            "key_filename": str(folder / "user_key"),
-            "allow_agent": False,
-            "look_for_keys": False,
-        }
-        root = f"sftp://127.0.0.1{folder}/data"
-        return Store("sftp", root, options, has_directories=True)
-
     def works(folder: Path) -> None:
-        try_store(store_in(folder))
+        try_store(_store_in(folder, port))
 
     with running(command, works, port=port) as folder:
-        yield store_in(folder)
+        yield _store_in(folder, port)
+
+
+def _make_keys(keygen: str, folder: Path) -> None:
+    for name in ("host_key", "user_key", "reader_key"):
+        # One round: a passphrase that is slow to try out is of no use here.
+        secret = ["-N", "" if name == "host_key" else _PASSPHRASE, "-a", "1"]
+        command = [keygen, "-q", "-t", "ed25519", *secret, "-f", str(folder / name)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    user, reader = ((folder / f"{name}_key.pub").read_text() for name in ("user", "reader"))
+    allowed = f'{user}command="internal-sftp -R" {reader}'
+    (folder / "authorized_keys").write_text(allowed)
+
+
+def _store_in(folder: Path, port: int) -> Store:
+    options = {
+        "username": getpass.getuser(),
+        "port": port,
+        "key_filename": str(folder / "user_key"),
+        "passphrase": _PASSPHRASE,
+        "allow_agent": False,
+        "look_for_keys": False,
+    }
+    return Store(
+        "sftp",
+        f"sftp://127.0.0.1{folder}/data",
+        options,
+        (_PASSPHRASE,),
+        has_directories=True,
+        of_reader={**options, "key_filename": str(folder / "reader_key")},
+    )

@@ -22,6 +22,8 @@ class Store:
         secrets: texts in the options that must never be shown.
         serves_workers: whether worker processes can write there.
         has_directories: whether names are more than keys.
+        of_reader: the options of somebody who may read there and not write; None where the server
+            makes no such difference.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Store:
     secrets: tuple[str, ...] = ()
     serves_workers: bool = True
     has_directories: bool = False
+    of_reader: Mapping[str, Any] | None = None
 
     def filesystem(self) -> Any:
         """A filesystem of its own, that remembers nothing."""

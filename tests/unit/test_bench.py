@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from mpwriter.bench import discard, process_tree
+from mpwriter.bench.load_mode import LOADERS, LoadFigures, LoadSample
+from mpwriter.bench.load_report import load_figures_as_json, load_findings, load_report
 from mpwriter.bench.machine import redact_command, redact_url
 from mpwriter.bench.main import main
 from mpwriter.bench.options import parse_options
@@ -446,3 +448,58 @@ def _run_quick(
     assert printed.err == ""
     (state,) = json.loads(json_path.read_text())["states"]
     return state
+
+
+# -- loads --------------------------------------------------------------------------------------
+
+
+def test_load_report_tells_own_share_and_verification() -> None:
+    walls_s = {
+        "FsspecReader (ours)": 1.5,
+        "ours, verify=False": 1.25,
+        "stock FsspecReader": 4.0,
+        "FileSystemReader": 6.0,
+        "plain readinto": 0.75,
+        "reads nothing": 1.0,
+    }
+    assert list(walls_s) == [label for label, *_ in LOADERS]
+    figures = LoadFigures("small", 20_000, 2**30)
+    figures.samples = {label: [LoadSample(wall_s, 0.5)] for label, wall_s in walls_s.items()}
+    assert load_findings([figures]) == [
+        "small: dcp.load ours 1.500 s, stock 4.000 s, ratio 2.67x",
+        "small: reader's own share ours 0.500 s, stock 3.000 s, ratio 6.00x",
+        "small: 2.00x the time of a plain readinto",
+        "small: verification costs 20 %",
+    ]
+    ours = next(line for line in load_report(figures).splitlines() if line.startswith("Fsspec"))
+    assert ours.split()[2:] == [
+        "1.500",
+        "1.500",
+        "1.500",
+        "0.67",
+        "2.67x",
+        "0.500",
+        "6.00x",
+        "0.500",
+    ]
+    json.dumps(load_figures_as_json(figures))
+
+
+@pytest.mark.slow
+def test_main_measures_loads_and_compares_what_they_gave(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "figures.json"
+    argv = ["--mode", "load", "--quick", "--verify", "--rounds", "1", "--url", str(tmp_path)]
+    assert main([*argv, "--states", "large", "small", "--json", str(report)]) == 0
+    assert "reader's own share" in capsys.readouterr().out
+    figures = json.loads(report.read_text())
+    assert figures["mode"] == "load"
+    for state in figures["states"]:
+        assert set(state["loads"]) == {label for label, *_ in LOADERS}
+    assert os.listdir(tmp_path) == [report.name]
+
+
+def test_main_refuses_to_draw_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--mode", "load", "--plot", "figures.png"]) == 2
+    assert "saves only" in capsys.readouterr().err

@@ -136,6 +136,15 @@ def test_error_record_says_where_it_was_raised_when_the_message_is_huge() -> Non
     assert len(record.text) + len(record.traceback) < 50_000
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_error_record_says_eacces_when_the_service_forbids_it(status: int) -> None:
+    """Where the client has no PermissionError for it, as that of Azure: it says so in a cause."""
+    forbidden = Exception("AuthorizationPermissionMismatch")
+    forbidden.status_code = status  # type: ignore[attr-defined]
+    record = error_record(_caused(RuntimeError("Failed to upload block"), forbidden), "/x")
+    assert record.errno == errno.EACCES and not record.transient
+
+
 def test_error_record_finds_the_errno_of_a_cause() -> None:
     """A16: a writer that hides the number behind an error of its own."""
     try:
