@@ -151,7 +151,9 @@ def assert_ends_with_error(survivor: Trainer, workers: list[int]) -> None:
     begin_s = time.monotonic()
     code = survivor.ended()
     assert_quick(time.monotonic() - begin_s)
-    assert code == 1, survivor.stdout + survivor.stderr
+    # gloo may abort the process behind its traceback, when a peer is gone and its threads are not.
+    aborted = code == -signal.SIGABRT and "terminate called without" in survivor.stderr
+    assert code == 1 or aborted, survivor.stdout + survivor.stderr
     assert "saved" not in survivor.stdout
     assert "Error" in survivor.stderr or "Exception" in survivor.stderr
     _assert_gone(workers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ class S3FileSystem:
         uploads: parts by upload id, of uploads that are neither completed nor aborted.
         calls: names of the methods, in the order in which they began.
         most_at_once: of upload_part.
+        meeting_s: how long a part waits for others to be on their way at the same time.
         refuse: called with (method, arguments) before each call; may raise, or wait.
     """
 
@@ -41,6 +43,7 @@ class S3FileSystem:
         self.keys: dict[str, str] = {}
         self.calls: list[str] = []
         self.most_at_once = 0
+        self.meeting_s = 0.005
         self.refuse: Callable[[str, dict[str, Any]], None] = lambda method, arguments: None
         self._at_once = 0
         self._numbers = itertools.count()
@@ -67,11 +70,19 @@ class S3FileSystem:
         self._at_once += is_part
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            await asyncio.sleep(0.005 if is_part else 0)
+            await asyncio.sleep(0)
+            if is_part:
+                await self._meet()
             self.refuse(method, arguments)
             return getattr(self, f"_{method}")(**arguments)
         finally:
             self._at_once -= is_part
+
+    async def _meet(self) -> None:
+        """Wait for as many parts as may be on their way at once, as far as more come in time."""
+        end_s = time.monotonic() + self.meeting_s
+        while self.most_at_once < self.max_concurrency and time.monotonic() < end_s:
+            await asyncio.sleep(0.001)
 
     def _create_multipart_upload(self, Bucket: str, Key: str) -> dict[str, Any]:
         number = f"upload{next(self._numbers)}"

@@ -54,6 +54,7 @@ def test_small_file_is_one_request(nbytes: int) -> None:
 )
 def test_large_file_goes_in_parts_side_by_side(chunk: int, options: dict[str, Any]) -> None:
     fs, payload = S3FileSystem(max_concurrency=3, **options), os.urandom(41 * MIB + 7)
+    fs.meeting_s = 10
     sink = MultipartSink(fs, PATH)
     seen: list[int] = []
     sink.progressed = lambda: seen.append(len(fs.calls))
