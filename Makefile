@@ -96,13 +96,8 @@ $(SETUP): setup.cfg setup.py $(VENV)/.torch-request | $(VENV)/bin/pip
 	@touch $@
 
 # What pip does not install of the storage servers that the tests start.
-$(SERVERS): | $(VENV)/bin/pip
-	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; for program in npm sshd; do \
-	  command -v $$program >/dev/null || { \
-	    echo "the tests need $$program; on Debian: apt-get install npm openssh-server" >&2; \
-	    exit 1; }; \
-	done
-	npm install --prefix $(VENV)/npm --no-audit --no-fund --loglevel=error '$(AZURITE)'
+$(SERVERS): scripts/install_servers.sh | $(VENV)/bin/pip
+	scripts/install_servers.sh $(VENV)/npm '$(AZURITE)'
 	@touch $@
 
 # --no-deps: see setup.cfg.
