@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 SOAK_ARGS ?=
+SIMULATE_ARGS ?=
 REPEAT ?= 20
 
 PY := $(VENV)/bin/python
@@ -21,7 +22,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 SERVERS := $(VENV)/.servers-done
 
-.PHONY: help setup test test-quick test-oldest faults soak check format demo bench clean FORCE
+.PHONY: help setup test test-quick test-oldest faults soak simulate check format demo bench clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +31,7 @@ help:
 	@echo "make test-oldest  the tests with $(OLDEST_TORCH), in .venv-oldest"
 	@echo "make faults       fault table and replay check, REPEAT=20 times in a row, with counts"
 	@echo "make soak         500 saves by two ranks with random faults, at most 10 minutes (SOAK_ARGS)"
+	@echo "make simulate     what a save of 1,024 ranks costs its coordinator (SIMULATE_ARGS)"
 	@echo "make check        linter, formatter, types, layers"
 	@echo "make format       let the formatter and the linter's fixes change the code"
 	@echo "make demo         save and load a real model (DEMO_ARGS=...)"
@@ -56,6 +58,9 @@ faults: $(SETUP)
 
 soak: $(SETUP)
 	$(PY) scripts/soak.py --saves 500 --minutes 10 $(SOAK_ARGS)
+
+simulate: $(SETUP)
+	$(PY) scripts/simulate.py $(SIMULATE_ARGS)
 
 check: $(SETUP)
 	$(PY) -m ruff check .
