@@ -27,6 +27,8 @@ _DESCRIPTOR64 = struct.Struct("<4sIQQ")
 
 _CRC_FOLLOWS = 0x0008
 _PLAIN_FLAGS = 0x0808  # the CRC follows the content; names are UTF-8
+# Of the external attributes: torch's reader then takes a record for empty, whatever its size.
+_DIRECTORY = 0x10
 _LIMIT16, _LIMIT32 = 0xFFFF, 0xFFFFFFFF  # these values say: look into the zip64 record
 
 
@@ -133,12 +135,14 @@ def _read_entry(container: memoryview, at: int, end: int, index: int) -> tuple[_
         raise ContainerError(f"expected an entry for record {index}, found the directory's end")
     (
         signature, flags, method, _, crc, packed_bytes, nbytes,
-        name_bytes, extra_bytes, comment_bytes, disk, _, _, offset,
+        name_bytes, extra_bytes, comment_bytes, disk, _, attributes, offset,
     ) = _CENTRAL.unpack_from(container, at)  # fmt: skip
     extra_at = name_at + name_bytes
     next_at = extra_at + extra_bytes + comment_bytes
     if signature != b"PK\x01\x02" or disk or next_at > end:
         raise ContainerError(f"expected an entry for record {index} at {at}, found {signature!r}")
+    if attributes & _DIRECTORY:
+        raise ContainerError(f"expected a file as record {index}, found a directory")
     if _LIMIT32 in (nbytes, packed_bytes, offset):
         extra = container[extra_at : extra_at + extra_bytes]
         nbytes, packed_bytes, offset = _widen(extra, nbytes, packed_bytes, offset)
