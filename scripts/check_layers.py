@@ -24,8 +24,9 @@ PACKAGE = "mpwriter"
 # From the top down. A layer has rooms side by side, which do not import each other; a room is one
 # module, or several that were split from one. "_x" also covers every module named "_x_...".
 LAYERS: list[list[set[str]]] = [
+    [{"__main__"}],
     [{"cli"}],
-    [{"_verify"}, {"bench"}],
+    [{"_verify", "_inspect"}, {"bench"}],
     [{"_writer", "_save", "_commit", "_feed", "_lane"}, {"_reader", "_fetch"}],
     [
         {"_pool", "_process"},

@@ -28,7 +28,10 @@ def _full(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def _spread(full: torch.Tensor, *placements: Placement, mesh_shape: tuple[int, ...] = (2,)) -> Any:
-    return distribute_tensor(full.clone(), ranks.mesh(*mesh_shape), list(placements))
+    mesh = ranks.mesh(*mesh_shape)
+    if not full.dim():  # gloo of torch 2.7 cannot send every dtype, and there is nothing to send
+        return DTensor.from_local(full.clone(), mesh, list(placements), run_check=False)
+    return distribute_tensor(full.clone(), mesh, list(placements))
 
 
 def _sharded_state() -> dict[str, Any]:

@@ -21,7 +21,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import _async_process_executor as executor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from mpwriter._compat import HAS_ASYNC_STAGING
+if HAS_ASYNC_STAGING:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import tests.fakes
 from tests.asyncs import *
@@ -166,27 +168,28 @@ said["full"] = failure("full", retries=0)
 success("after full", 3, staging_budget_bytes=40_000, timeout_s=20)
 
 # torch's own stager: no staging of ours, the same writer and workers. And ours beside the training.
-stager = DefaultStager(StagingOptions(False, False, False, False))
-success("stager", 4, stager=stager)
-success("stager again", 5, stager=stager)
-stager.close()
-stager = DefaultStager(StagingOptions(True, True, True, False))
-response = process_save(small_state(6), f"{folder}/in background", stager=stager)
-response.staging_completion.result(30)
-assert settled(response.upload_completion) is None
-assert_holds(f"{folder}/in background", small_state(6))
-stager.close()
-writer = MPFsspecWriter(f"{folder}/beside", num_workers=1, async_staging=True)
-for number in range(2):
-    state = small_state(7 + number)
-    response = process_save(state, None, writer=writer)
+if HAS_ASYNC_STAGING:
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    success("stager", 4, stager=stager)
+    success("stager again", 5, stager=stager)
+    stager.close()
+    stager = DefaultStager(StagingOptions(True, True, True, False))
+    response = process_save(small_state(6), f"{folder}/in background", stager=stager)
     response.staging_completion.result(30)
-    for value in state.values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
     assert settled(response.upload_completion) is None
-    assert_holds(f"{folder}/beside", small_state(7 + number))
-writer.close()
+    assert_holds(f"{folder}/in background", small_state(6))
+    stager.close()
+    writer = MPFsspecWriter(f"{folder}/beside", num_workers=1, async_staging=True)
+    for number in range(2):
+        state = small_state(7 + number)
+        response = process_save(state, None, writer=writer)
+        response.staging_completion.result(30)
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        assert settled(response.upload_completion) is None
+        assert_holds(f"{folder}/beside", small_state(7 + number))
+    writer.close()
 
 # Without a checkpoint process there is an error, at once, and no leak.
 plan.add("open", "*.distcp", block=True)
