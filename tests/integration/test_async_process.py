@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mpwriter._compat import SENDS_WHERE_IT_SAVES
 from tests.saves import assert_holds, small_state
 from tests.trainers import Trainer
 
@@ -38,7 +39,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, wo
 PROCESS = AsyncCheckpointerType.PROCESS
 
 def process_save(state, path, stager=None, **options):
-    dcp_options = {"async_checkpointer_type": PROCESS, "no_dist": False}
+    dcp_options = {"async_checkpointer_type": PROCESS, **dict.fromkeys(ALONE, False)}
     if stager is not None:
         dcp_options["async_stager"] = stager
     return async_save(state, path, dcp_options=dcp_options, **options)
@@ -214,6 +215,10 @@ print(json.dumps(said))
 )
 
 
+@pytest.mark.skipif(
+    not SENDS_WHERE_IT_SAVES,
+    reason="torch 2.7 waits for ever for its checkpoint process, which a failed save has ended",
+)
 def test_process_mode_gives_memory_back_when_something_fails(
     start_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
@@ -269,4 +274,6 @@ def test_process_mode_needs_no_temporary_directory(
         trainers.append(start_trainer(_ODD, folder, strategy, env={"TMPDIR": str(place)}))
     for trainer in trainers:
         trainer.assert_succeeded()
-    assert os.listdir(long) == [] and not (tmp_path / "missing").exists()
+    # torch 2.7 makes a folder of its own when it is imported, for torch.distributed.nn.jit.
+    left = [name for name in os.listdir(long) if not list((long / name).glob("_remote_module*"))]
+    assert left == [] and not (tmp_path / "missing").exists()
