@@ -48,6 +48,7 @@ def fetch(
     progress: bool,
     num_workers: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    log_level: int = logging.INFO,
 ) -> None:
     """Read every item and deliver it. A file that holds none of them is not opened.
 
@@ -60,6 +61,7 @@ def fetch(
         progress: draw a line on stderr.
         num_workers: reads at once, at most; None: see `lane_for`.
         timeout_s: the longest to wait for one read, where threads read.
+        log_level: of the summary.
 
     Raises:
         IncompleteCheckpointError, CorruptCheckpointError, StorageError: see `ShardFile.read`.
@@ -88,7 +90,8 @@ def fetch(
                     line.advance(arrived.span.stop - arrived.span.start)
     finally:
         line.close()
-    _log(location, delivery, len(files), total_bytes, time.monotonic() - began_s)
+    elapsed_s = time.monotonic() - began_s
+    _log(log_level, location, delivery, len(files), total_bytes, elapsed_s)
 
 
 def _fetch_in_turn(
@@ -119,15 +122,21 @@ def _deliver(arrived: Arrived, delivery: Delivery) -> None:
 
 
 def _log(
-    location: Location, delivery: Delivery, num_files: int, nbytes: int, elapsed_s: float
+    level: int,
+    location: Location,
+    delivery: Delivery,
+    num_files: int,
+    nbytes: int,
+    elapsed_s: float,
 ) -> None:
     rate = nbytes / _GIB / elapsed_s if elapsed_s > 0 else 0.0
-    _logger.info(
-        "read %d items, %d bytes of %d files in %.3f s (%.2f GiB/s) from %s",
+    _logger.log(
+        level, "read %d items, %d bytes of %d files in %.3f s (%.2f GiB/s) from %s",
         delivery.num_items, nbytes, num_files, elapsed_s, rate, location.display,
     )  # fmt: skip
     if delivery.num_unverified:
-        _logger.info(
+        _logger.log(
+            level,
             "%d of these items are unverified: read in part, or their files hold no CRC",
             delivery.num_unverified,
         )

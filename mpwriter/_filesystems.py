@@ -24,6 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations, register_implementation, registry
 from fsspec.spec import AbstractFileSystem
 
+from mpwriter._credentials import Crossing
+
 __all__ = [
     "attributes_of",
     "forget_in_transaction",
@@ -201,7 +203,7 @@ def pickled_filesystem(fs: Any) -> bytes:
     Raises:
         Exception: whatever pickling it raises; `refusal` says it in words.
     """
-    return pickle.dumps(fs)
+    return pickle.dumps(Crossing(fs))
 
 
 def pickled_kind(fs: Any) -> bytes | None:

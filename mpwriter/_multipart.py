@@ -2,7 +2,7 @@
 
 Runs in: both. Torch-free; imports no s3fs, which whoever made the filesystem has done.
 
-    write    fills a part; a full one is on its way at once, up to IN_FLIGHT_BYTES of them
+    write    fills a part; a full one is on its way at once, up to _IN_FLIGHT_BYTES of them
     publish  sends the rest, waits for all, completes the upload: now the object exists
     discard  ends what is on its way, aborts the upload: nothing is left, nothing is charged
 
@@ -20,16 +20,15 @@ here and nowhere else; where it is missing the s3fs file serves, slower.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from mpwriter._checksum import crc32
 from mpwriter._leftovers import is_of_a_save, is_shard_of_save
+from mpwriter._multipart_part import PartBody, upload_part
 from mpwriter._sink_base import Sink
 
 __all__ = ["MultipartSink", "abort_uploads", "sends_parts"]
@@ -53,6 +52,8 @@ _FIRST_BYTES = 256 << 10
 
 # How long cancelled requests have to end before the upload is aborted.
 _CANCEL_S = 10.0
+# How long an upload has to come into being before it is given up; a later commit finds it.
+_CREATE_S = 60.0
 
 
 def sends_parts(fs: Any) -> bool:
@@ -85,12 +86,11 @@ class MultipartSink(Sink):
         self._filled = 0  # bytes of it that count
         # Buffers of parts that have arrived: a new one costs as much in page faults as its copy.
         self._spare: list[bytearray] = []
-        self._upload_id: str | None = None
+        self._upload: Future[dict[str, Any]] | None = None  # that there is one, and its id
         self._on_the_way: dict[Future[Any], tuple[int, bytearray]] = {}  # -> number, buffer
         self._parts: dict[int, dict[str, Any]] = {}
         self._num_parts = 0
         self._completing = False
-        self._sums = False
         self._file = ()  # there is something to be discarded
 
     def write(self, chunk: bytes | bytearray | memoryview) -> None:
@@ -126,7 +126,7 @@ class MultipartSink(Sink):
         self._part[self._filled : end] = chunk
         self._filled = end
 
-    def _send_part(self) -> None:
+    def _send_part(self, *, last: bool = False) -> None:
         if self._num_parts >= _MAX_PARTS:
             raise OSError(
                 errno.EFBIG,
@@ -134,25 +134,24 @@ class MultipartSink(Sink):
                 f" {self._part_bytes} bytes: pass a larger default_block_size to s3fs",
                 self.path,
             )
-        if self._upload_id is None:
-            # The answer to that call means that there is a client to ask.
-            self._upload_id = self._call("create_multipart_upload")["UploadId"]
-            self._sums = _wants_sums(self._fs)
-        self._wait_for_room()
+        if self._upload is None:
+            # Not waited for: parts are filled meanwhile, and leave as soon as it is there.
+            self._upload = self._start("create_multipart_upload")
+        self._wait_for_room(last)
         part, self._part = self._part, bytearray()
-        body = part if self._filled == len(part) else part[: self._filled]
+        body = PartBody(part, self._filled)
         self._filled = 0
         self._num_parts += 1
-        sums = {"ChecksumCRC32": _base64_crc(body)} if self._sums else {}
-        sent = self._start(
-            "upload_part", PartNumber=self._num_parts, UploadId=self._upload_id, Body=body, **sums
-        )
+        place = {"Bucket": self._bucket, "Key": self._key, "PartNumber": self._num_parts}
+        sent = self._run(upload_part(self._fs, self._upload, body, place))
         self._on_the_way[sent] = self._num_parts, part
         if self._grows and self._num_parts % _PARTS_OF_A_SIZE == 0:
             self._part_bytes *= 2
 
-    def _wait_for_room(self) -> None:
-        limit = max(1, min(self._fs.max_concurrency, _IN_FLIGHT_BYTES // self._part_bytes))
+    def _wait_for_room(self, last: bool) -> None:
+        limit = max(1, self._fs.max_concurrency)
+        if not last:  # which is in memory already, and would cost a round trip of its own
+            limit = max(1, min(limit, _IN_FLIGHT_BYTES // self._part_bytes))
         while len(self._on_the_way) >= limit:
             self._wait()
 
@@ -179,19 +178,22 @@ class MultipartSink(Sink):
     # -- the end -------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        if self._upload_id is None:
+        if self._upload is None:
             self._completing = True
-            self._call("put_object", Body=bytes(memoryview(self._part)[: self._filled]))
+            # A bytearray, no bytes: those the client wraps into a file, and for a file it asks the
+            # server for leave before it sends it, which takes a round trip more.
+            # Source: botocore.handlers.convert_body_to_file_like_object, add_expect_header.
+            self._call("put_object", Body=self._part[: self._filled])
             return
         if self._filled:
-            self._send_part()
+            self._send_part(last=True)
         while self._on_the_way:
             self._wait()
         parts = [self._parts[number] for number in sorted(self._parts)]
         self._completing = True
         self._call(
             "complete_multipart_upload",
-            UploadId=self._upload_id,
+            UploadId=self._upload.result()["UploadId"],
             MultipartUpload={"Parts": parts},
         )
 
@@ -202,8 +204,10 @@ class MultipartSink(Sink):
         wait(self._on_the_way, timeout=_CANCEL_S)
         self._on_the_way.clear()
         try:
-            if self._upload_id is not None:
-                _abort(self._fs, self._bucket, self._key, self._upload_id)
+            if self._upload is not None:
+                # Waited for, not cancelled: the store may have it by now.
+                upload = self._upload.result(_CREATE_S)
+                _abort(self._fs, self._bucket, self._key, upload["UploadId"])
         finally:
             if self._completing and is_shard_of_save(self._key.rpartition("/")[2]):
                 # It has failed, or only the word of it was lost: the name is this save's own.
@@ -214,28 +218,10 @@ class MultipartSink(Sink):
         return self._start(method, **arguments).result()
 
     def _start(self, method: str, **arguments: Any) -> Future[Any]:
-        calling = self._fs._call_s3(method, Bucket=self._bucket, Key=self._key, **arguments)
+        return self._run(self._fs._call_s3(method, Bucket=self._bucket, Key=self._key, **arguments))
+
+    def _run(self, calling: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(calling, self._fs.loop)
-
-
-def _wants_sums(fs: Any) -> bool:
-    """Whether the client would compute a CRC-32 of each part in Python, as it does by default.
-
-    Only without TLS: over TLS the client leaves the signature of the payload out, but only where it
-    has computed the checksum itself.
-    Source: botocore, S3SigV4Auth._should_sha256_sign_payload and httpchecksum.
-    """
-    try:
-        meta = fs.s3.meta
-        wanted = meta.config.request_checksum_calculation == "when_supported"
-        named = "ChecksumAlgorithm" in fs.s3_additional_kwargs
-        return bool(wanted and not named and meta.endpoint_url.startswith("http://"))
-    except AttributeError:  # a botocore from before it had checksums
-        return False
-
-
-def _base64_crc(body: bytearray) -> str:
-    return base64.b64encode(crc32(body).to_bytes(4, "big")).decode("ascii")
 
 
 def abort_uploads(

@@ -24,7 +24,7 @@ import threading
 import time
 
 from mpwriter._arena import get_arena
-from mpwriter._memory import usable_cores
+from mpwriter._memory import local_world_size, usable_cores
 from mpwriter._process import WorkerProcess, start_worker
 from mpwriter.errors import WorkerStartError
 
@@ -173,10 +173,12 @@ def _await_ready(worker: WorkerProcess, deadline_s: float) -> None:
 
 
 def default_num_workers() -> int:
-    """Workers of a writer with num_workers=None: this rank's share of the cores, 1 to 8."""
-    cores = usable_cores()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    return max(1, min(_MAX_DEFAULT_WORKERS, cores // ranks))
+    """Workers of a writer with num_workers=None: this rank's share of the cores, 1 to 8.
+
+    The ranks of a node together start no more workers than it has cores, unless there are more
+    ranks than cores: then each has one.
+    """
+    return max(1, min(_MAX_DEFAULT_WORKERS, usable_cores() // local_world_size()))
 
 
 _pool: WorkerPool | None = None

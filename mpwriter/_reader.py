@@ -9,6 +9,7 @@ at once; see `mpwriter._fetch`.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import threading
 import uuid
@@ -54,7 +55,7 @@ class FsspecReader(StorageReader):
             have CRCs too, unless torch.serialization.set_crc32_options(False) was in force.
         timeout_s: the longest to wait for one read, in seconds; None: 600.
         retries: how often a read is tried again after an error that may pass.
-        progress: draw a line on stderr while reading.
+        progress: draw a line on stderr while reading, on the coordinator.
         event_handler: not used yet.
         **storage_options: for the filesystem; kept over `reset`.
 
@@ -96,6 +97,7 @@ class FsspecReader(StorageReader):
         self._failure: tuple[int, MPWriterError] | None = None
         self.rank: int | None = None
         self.use_collectives = True
+        self._is_coordinator = True
         self._move_to(path)
         check_storage_options(storage_options, type(self._location.fs), _OPTIONS)
 
@@ -197,7 +199,7 @@ class FsspecReader(StorageReader):
 
         Args:
             metadata: of `read_metadata`.
-            is_coordinator: ignored.
+            is_coordinator: of all ranks only this one shows progress and logs a summary.
             *args: ignored.
             **kwargs: `rank` and `use_collectives`; torch 2.7 gives neither.
 
@@ -214,6 +216,7 @@ class FsspecReader(StorageReader):
             )
         self._failure = None
         self._metadata = metadata
+        self._is_coordinator = is_coordinator
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -265,9 +268,10 @@ class FsspecReader(StorageReader):
             self.storage_data,
             delivery,
             retries=self._retries,
-            progress=self._progress,
+            progress=self._progress and self._is_coordinator,
             num_workers=self._num_workers,
             timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S,
+            log_level=logging.INFO if self._is_coordinator else logging.DEBUG,
         )
         done: Future[None] = Future()
         done.set_result(None)

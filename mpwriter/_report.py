@@ -11,7 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-__all__ = ["EventHandler", "ProgressLine", "SaveEvent", "SaveReport", "WorkerReport"]
+__all__ = [
+    "EventHandler",
+    "ProgressLine",
+    "RankReport",
+    "SaveEvent",
+    "SaveReport",
+    "WorkerReport",
+    "merge_workers",
+]
 
 _GIB = 1 << 30
 
@@ -52,6 +60,22 @@ class WorkerReport:
 
 
 @dataclass(frozen=True)
+class RankReport:
+    """What one rank did in one save, as the coordinator hears of it.
+
+    Attributes:
+        rank, nbytes, files, num_workers, stage_s, write_s: as in the rank's own `SaveReport`.
+    """
+
+    rank: int
+    nbytes: int
+    files: int
+    num_workers: int
+    stage_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
 class SaveReport:
     """One save of one rank.
 
@@ -64,6 +88,8 @@ class SaveReport:
             shared memory; write_s: `write_data` as a whole; commit_s: the metadata file, on the
             coordinator only; total_s: from the start of the save to now.
         workers: one entry per worker.
+        ranks: on the coordinator, once the checkpoint exists: one entry for every rank that has
+            written something. Elsewhere, and before, empty.
     """
 
     checkpoint_id: str
@@ -78,11 +104,42 @@ class SaveReport:
     commit_s: float
     total_s: float
     workers: tuple[WorkerReport, ...] = ()
+    ranks: tuple[RankReport, ...] = ()
 
     @property
     def gib_per_s(self) -> float:
         """GiB of shard files per second of `write_data`."""
         return self.nbytes / _GIB / self.write_s if self.write_s > 0 else 0.0
+
+    @property
+    def slowest_rank(self) -> RankReport | None:
+        """Whose `write_data` took longest; None where `ranks` is empty."""
+        return max(self.ranks, key=lambda rank: rank.write_s, default=None)
+
+    @property
+    def gib_per_s_of_all(self) -> float:
+        """GiB of all ranks' shard files per second of the slowest rank's `write_data`."""
+        slowest = self.slowest_rank
+        if slowest is None or slowest.write_s <= 0:
+            return 0.0
+        return sum(rank.nbytes for rank in self.ranks) / _GIB / slowest.write_s
+
+    def summary(self) -> str:
+        """One line for the log: of all ranks where there are several, else of this one."""
+        ranks, slowest = self.ranks, self.slowest_rank
+        if slowest is None or len(ranks) == 1:
+            return (
+                f"{self.nbytes} bytes in {self.files} files by {self.num_workers} workers; "
+                f"staged {self.stage_s:.3f} s, wrote {self.write_s:.3f} s, "
+                f"total {self.total_s:.3f} s, {self.gib_per_s:.2f} GiB/s"
+            )
+        return (
+            f"{sum(rank.nbytes for rank in ranks)} bytes in {sum(rank.files for rank in ranks)} "
+            f"files by {sum(rank.num_workers for rank in ranks)} workers of {len(ranks)} ranks; "
+            f"staged up to {max(rank.stage_s for rank in ranks):.3f} s, slowest rank "
+            f"{slowest.rank} wrote {slowest.write_s:.3f} s, total {self.total_s:.3f} s, "
+            f"{self.gib_per_s_of_all:.2f} GiB/s"
+        )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,14 @@ from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
 from mpwriter._report import ProgressLine, SaveReport, WorkerReport, merge_workers
 from mpwriter._save_events import SaveEvents
-from mpwriter._save_jobs import Payload, job_starter, plan_jobs, results_of
+from mpwriter._save_jobs import (
+    Payload,
+    job_starter,
+    plan_jobs,
+    ranks_of,
+    results_of,
+    with_report,
+)
 from mpwriter._staged_state import Claim
 from mpwriter._staging import ItemStream
 from mpwriter._staging_ties import TieTable
@@ -153,8 +160,9 @@ class Save:
             self._fail(exc)
             raise
         if not (self.is_coordinator or not self.use_collectives):
-            self._events.concluded(committed=False)
-        return results
+            self._events.concluded(committed=False, aloud=False)
+        assert self.report is not None
+        return with_report(results, self.report)
 
     def _run(
         self,
@@ -244,7 +252,8 @@ class Save:
             self._fail(exc)
             raise
         self._times.commit_s = time.perf_counter() - begin_s
-        self._events.concluded(committed=True)
+        ranks = ranks_of(results)
+        self._events.concluded(committed=True, aloud=self.is_coordinator, ranks=ranks)
 
     def _new_commit(self) -> Commit:
         return Commit(

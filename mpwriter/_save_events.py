@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from mpwriter._report import EventHandler, SaveEvent, SaveReport, WorkerReport
+from mpwriter._report import EventHandler, RankReport, SaveEvent, SaveReport, WorkerReport
 from mpwriter._types import JobDone
 
 __all__ = ["SaveEvents", "Times"]
@@ -104,25 +104,25 @@ class SaveEvents:
         )
         self.tell("shards_written")
 
-    def concluded(self, *, committed: bool) -> None:
-        """This rank is done; `committed`: and has made the checkpoint exist."""
+    def concluded(
+        self, *, committed: bool, aloud: bool = True, ranks: tuple[RankReport, ...] = ()
+    ) -> None:
+        """This rank is done.
+
+        Args:
+            committed: it has made the checkpoint exist.
+            aloud: it speaks for all of them.
+            ranks: what the others have told it.
+        """
         assert self.report is not None
         self._last_words = None
         total_s = time.perf_counter() - self.times.begin_s
-        report = replace(self.report, commit_s=self.times.commit_s, total_s=total_s)
+        commit_s = self.times.commit_s
+        report = replace(self.report, commit_s=commit_s, total_s=total_s, ranks=ranks)
         self.report = report
-        logger.info(
-            "Saved %s: %d bytes in %d files by %d workers; staged %.3f s, wrote %.3f s, "
-            "total %.3f s, %.2f GiB/s",
-            report.checkpoint_id,
-            report.nbytes,
-            report.files,
-            report.num_workers,
-            report.stage_s,
-            report.write_s,
-            report.total_s,
-            report.gib_per_s,
-        )
+        level = logging.INFO if aloud else logging.DEBUG
+        if logger.isEnabledFor(level):
+            logger.log(level, "Saved %s: %s", report.checkpoint_id, report.summary())
         if committed:
             try:
                 self.tell("save_committed")

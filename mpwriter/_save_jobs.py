@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
@@ -18,12 +19,13 @@ from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
 from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
 from mpwriter._process import import_path
+from mpwriter._report import RankReport, SaveReport
 from mpwriter._staging_kinds import tensor_spec
 from mpwriter._staging_ties import TieTable
 from mpwriter._storage import pickled_filesystem
 from mpwriter._types import JobDone, StartJob
 
-__all__ = ["Payload", "job_starter", "plan_jobs", "results_of"]
+__all__ = ["Payload", "job_starter", "plan_jobs", "ranks_of", "results_of", "with_report"]
 
 
 def plan_jobs(
@@ -158,6 +160,39 @@ def results_of(
             WriteResult(items[position].index, stored.size_in_bytes, stored.storage_data)
         )
     return results
+
+
+@dataclass(frozen=True)
+class _ReportingResult(WriteResult):
+    """The first result of a rank, with what its coordinator is to know of the rank.
+
+    DCP gathers the results anyway: no collective of our own is needed.
+    """
+
+    report: RankReport
+
+
+def with_report(results: list[WriteResult], report: SaveReport) -> list[WriteResult]:
+    """The same results; the first of them, if there is one, carries the figures of this rank."""
+    if not results:
+        return results
+    first, rest = results[0], results[1:]
+    of_rank = RankReport(
+        rank=report.rank,
+        nbytes=report.nbytes,
+        files=report.files,
+        num_workers=report.num_workers,
+        stage_s=report.stage_s,
+        write_s=report.write_s,
+    )
+    carrier = _ReportingResult(first.index, first.size_in_bytes, first.storage_data, of_rank)
+    return [carrier, *rest]
+
+
+def ranks_of(results: Iterable[Sequence[WriteResult]]) -> tuple[RankReport, ...]:
+    """What the ranks have told with their results."""
+    firsts = [of_rank[0] for of_rank in results if of_rank]
+    return tuple(first.report for first in firsts if isinstance(first, _ReportingResult))
 
 
 class Payload(SavePlanner):

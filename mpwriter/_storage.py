@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import available_protocols, get_filesystem_class
 
+from mpwriter._credentials import renew_client
 from mpwriter._faults import (
     as_storage_error,
     error_record,
@@ -130,6 +132,7 @@ def locate(
             " several processes or replaced atomically; save to a directory"
         )
     root = (root.rstrip("/") or "/") if root else root
+    renew_client(fs)
     return Location(fs, root, root if is_local(fs) else _display(text))
 
 
@@ -236,12 +239,31 @@ def read_file(fs: Any, path: str) -> bytes:
     fs, path = unwrap(fs, path)
     forget_listings(fs, path)
     try:
+        at_once = _read_at_once(fs, path)
+        if at_once is not None:
+            return at_once
         with fs.open(path, "rb") as file:
             return bytes(file.read())
     except Exception as exc:
         if is_absence(exc) and not isinstance(exc, OSError):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from exc
         raise
+
+
+def _read_at_once(fs: Any, path: str) -> bytes | None:
+    """The file by one request, where opening it takes two or three; None where that does not work.
+
+    s3fs would also list what may not be listed, to be told that a key is missing.
+    """
+    if not isinstance(fs, AsyncFileSystem) or type(fs)._cat_file is AsyncFileSystem._cat_file:
+        return None
+    try:
+        # From 0: without a range s3fs asks for the size first.
+        return bytes(fs.cat_file(path, start=0))
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception:  # an empty file has no range; anything else comes again when it is opened
+        return None
 
 
 def make_directories(location: Location, *, sync_files: bool = False) -> None:

@@ -46,7 +46,8 @@ LAYERS: list[list[set[str]]] = [
     [
         {"_container", "_decode", "_safetensors", "_tensor", "_zipread"},
         {
-            *("_storage", "_direct", "_faults", "_filesystems", "_leftovers", "_publish"),
+            *("_storage", "_credentials", "_direct", "_faults", "_filesystems"),
+            *("_leftovers", "_publish"),
             *("_multipart", "_redact", "_retry", "_sink"),
         },
         {"_metadata"},

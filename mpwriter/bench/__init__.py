@@ -10,7 +10,8 @@ Runs in: trainer (the benchmark's own process). `scripts/benchmark.py` is its co
      `------> options, machine
 
 A mode (`sync_mode`, `async_mode`) says what is measured, and its report says how that is shown;
-the other modules are shared by all modes. `discard` is a filesystem to leave the disk out.
+the other modules are shared by all modes. `peer` is
+another project's writer and reader for S3. `discard` is a filesystem to leave the disk out.
 `process_tree` is free of torch and of the package: it also runs as a script of its own beside the
 process that it watches. `device_checks`, `device_locks` and `device_rig` are the parts of
 `scripts/device_check.py`.

@@ -28,6 +28,7 @@ from torch.futures import Future
 from mpwriter import FsspecReader, MPFsspecWriter
 from mpwriter._compat import StockFsspecReader
 from mpwriter.bench.options import Options
+from mpwriter.bench.peer import PEER, peer_environment, peer_missing, peer_reader, serves
 from mpwriter.bench.places import Place
 from mpwriter.bench.progress import ProgressBar
 from mpwriter.bench.states import BenchState, build_state
@@ -62,6 +63,7 @@ class LoadFigures:
     num_tensors: int
     nbytes: int
     samples: dict[str, list[LoadSample]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # who cannot take part, and why
 
 
 class _Nothing(FsspecReader):
@@ -83,6 +85,7 @@ LOADERS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], StorageReader]], 
     ("ours, verify=False", "ours", lambda url, options: FsspecReader(url, verify=False, **options)),
     ("stock FsspecReader", "fsspec", lambda url, options: StockFsspecReader(url, **options)),
     ("FileSystemReader", "filesystem", lambda url, options: FileSystemReader(url)),
+    (PEER, PEER, peer_reader),
     ("plain readinto", "plain", _plain),
     ("reads nothing", "planning", lambda url, options: _Nothing(url, **options)),
 )
@@ -105,13 +108,18 @@ def measure_loads(
     loaders = [
         loader
         for loader in LOADERS
-        if loader[1] in options.families and (local or loader[1] not in ("filesystem", "plain"))
+        if loader[1] in options.families
+        and (local or loader[1] not in ("filesystem", "plain"))
+        and (loader[1] != PEER or serves(place.url))
     ]
+    why = peer_missing()
+    missing = {label: why for label, family, _ in loaders if why and family == PEER}
+    loaders = [loader for loader in loaders if loader[0] not in missing]
     figures = []
     with ProgressBar(len(options.states) * len(loaders) * (options.num_rounds + 1)) as bar:
         for name in options.states:
             state = build_state(name, quick=options.quick)
-            of_state = LoadFigures(name, state.num_tensors, state.nbytes)
+            of_state = LoadFigures(name, state.num_tensors, state.nbytes, missing=missing)
             url = place.fresh_url()
             _save(state, place, url)
             for label, sample in _rounds(state, place, url, loaders, options, bar):
@@ -163,7 +171,9 @@ def _rounds(
 def _load(make: Any, target: dict[str, Any], place: Place, url: str) -> None:
     if make is _plain:
         _read_plain(target, url)
-    else:
+        return
+    keys = place.storage_options if make is peer_reader else {}
+    with peer_environment(keys):
         load_into(target, make(url, dict(place.storage_options)))
 
 

@@ -63,7 +63,9 @@ def load_report(figures: LoadFigures) -> str:
                 cpu_unit.format(median(sample.cpu_s for sample in samples)),
             ]
         )
-    return "\n\n".join([head + "\n" + "=" * len(head), render_table(headers, cells)]) + "\n"
+    lines = [render_table(headers, cells)]
+    lines += [f"{label}  {why}" for label, why in figures.missing.items()]
+    return f"{head}\n{'=' * len(head)}\n\n" + "\n".join(lines) + "\n"
 
 
 def load_findings(all_figures: Sequence[LoadFigures]) -> list[str]:

@@ -107,7 +107,7 @@ def describe_load() -> str:
 
 def _package_versions() -> list[tuple[str, str]]:
     found = []
-    for name in ("mpwriter", "fsspec", "s3fs", "gcsfs", "adlfs"):
+    for name in ("mpwriter", "fsspec", "s3fs", "gcsfs", "adlfs", "s3torchconnector"):
         try:
             found.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:

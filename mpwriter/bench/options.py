@@ -23,10 +23,12 @@ PASSES = ("timing", "cold", "memory")
 _EPILOG = """\
 states:   large  1 GiB in 32 tensors          small  20,000 tensors of 4 KiB
           model  GPT-2 (124M) with AdamW      tiny   one scalar: the fixed cost of a save
+          medium 128 MiB in 32 tensors, for a far store (only where it is asked for)
 modes:    sync   dcp.save: how long it takes
           async  dcp.async_save: what it costs a training loop that goes on meanwhile
           load   dcp.load of what MPFsspecWriter has saved, with everybody's reader
 families: ours   MPFsspecWriter               fsspec, filesystem   the stock writers of torch
+          s3torchconnector   AWS's own writer and reader, where --url is s3://
           plain  the bytes alone: write(2) and fsync (mode sync)
           planning, metadata   DCP with a writer that writes nothing; and pickles .metadata
 passes:   timing the table                    cold   first save of a new process
@@ -34,7 +36,7 @@ passes:   timing the table                    cold   first save of a new process
 """
 
 # Where the states, the numbers of workers and of threads, or the rounds are not given.
-_LEFT_OUT = {"async": ("tiny",), "load": ("tiny",)}
+_LEFT_OUT = {"sync": ("medium",), "async": ("tiny", "medium"), "load": ("tiny", "medium")}
 _NUMBERS = {"sync": ([1, 2, 4], [1, 2, 4]), "async": ([1, 2], [1, 4]), "load": ([2], [1])}
 _QUICK_NUMBERS = {"async": ([2], [1])}
 _QUICK_ROUNDS = {"sync": 2, "async": 1, "load": 2}

@@ -5,6 +5,7 @@ Runs in: trainer. Pure but for the memory it fills.
 | name  | what it stands for                                       | full size                    |
 |-------|----------------------------------------------------------|------------------------------|
 | large | bandwidth: few large tensors                             | 1 GiB in 32 float32 tensors  |
+| medium | bandwidth of a far store                                | 128 MiB in 32 tensors        |
 | small | cost per item                                            | 20,000 tensors of 4 KiB      |
 | model | a training job: GPT-2 (124M parameters) with AdamW state | 592 tensors, 1.39 GiB        |
 | tiny  | fixed cost of a save                                     | one scalar                   |
@@ -29,7 +30,7 @@ __all__ = [
     "on_device",
 ]
 
-STATE_NAMES = ("large", "small", "model", "tiny")
+STATE_NAMES = ("large", "medium", "small", "model", "tiny")
 _FLOAT32_BYTES = 4
 _NOISE_ELEMENTS = 2**20
 
@@ -65,7 +66,7 @@ def build_state(name: str, *, quick: bool = False) -> BenchState:
     Raises:
         ValueError: there is no such state.
     """
-    builders = {"large": _large, "small": _small, "model": _model, "tiny": _tiny}
+    builders = {"large": _large, "medium": _medium, "small": _small, "model": _model, "tiny": _tiny}
     if name not in builders:
         raise ValueError(f"no state is called {name!r}; there are {', '.join(STATE_NAMES)}")
     return measure_state(name, builders[name](quick))
@@ -149,7 +150,15 @@ class _Filler:
 
 
 def _large(quick: bool) -> dict[str, Any]:
-    total_bytes, num_tensors = (32 * 2**20 if quick else 2**30), 32
+    return _layers(32 * 2**20 if quick else 2**30)
+
+
+def _medium(quick: bool) -> dict[str, Any]:
+    return _layers(8 * 2**20 if quick else 128 * 2**20)
+
+
+def _layers(total_bytes: int) -> dict[str, Any]:
+    num_tensors = 32
     filler, rows = _Filler(), total_bytes // num_tensors // _FLOAT32_BYTES // 1024
     return {f"layer_{i:02d}.weight": filler.tensor((rows, 1024)) for i in range(num_tensors)}
 

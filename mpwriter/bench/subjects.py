@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from mpwriter._compat import StockFsspecWriter
 from mpwriter.bench.empty_writers import MetadataOnlyWriter, PlanningOnlyWriter
+from mpwriter.bench.peer import PEER, peer_environment, peer_missing, peer_writer, serves
 from mpwriter.bench.places import Place
 from mpwriter.bench.states import BenchState
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "STOCK_FAMILIES", "Subject", "choose_subjects"]
 
 STOCK_FAMILIES = ("fsspec", "filesystem")
-FAMILIES = ("ours", *STOCK_FAMILIES, "plain", "planning", "metadata")
+FAMILIES = ("ours", *STOCK_FAMILIES, PEER, "plain", "planning", "metadata")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Subject:
             "ours": "MPFsspecWriter",
             "fsspec": "FsspecWriter",
             "filesystem": "FileSystemWriter",
+            PEER: "s3torchconnector",
             "plain": "plain write, fsync",
             "planning": "writes nothing",
             "metadata": "pickles .metadata",
@@ -59,7 +61,11 @@ class Subject:
 
     @property
     def writes_checkpoint(self) -> bool:
-        return self.family == "ours" or self.family in STOCK_FAMILIES
+        return self.family in ("ours", PEER, *STOCK_FAMILIES)
+
+    def missing(self) -> str | None:
+        """Why it cannot save here, for its row of the table; None where it can."""
+        return peer_missing() if self.family == PEER else None
 
     def prepare(self) -> None:
         """Import what `save` needs; starts nothing."""
@@ -79,23 +85,30 @@ class Subject:
 
 
 def choose_subjects(
-    families: Sequence[str], workers: Sequence[int], threads: Sequence[int], *, local: bool
+    families: Sequence[str],
+    workers: Sequence[int],
+    threads: Sequence[int],
+    *,
+    local: bool,
+    url: str = "",
 ) -> list[Subject]:
     """The subjects of a run.
 
     Args:
-        families: which of FAMILIES; "filesystem" is left out where the place is not local.
+        families: which of FAMILIES; "filesystem" is left out where the place is not local, and
+            the peer where it is not on S3.
         workers: numbers of worker processes for ours.
-        threads: numbers of threads for the stock writers.
+        threads: numbers of threads for the stock writers and the peer.
         local: whether the place is on a local filesystem.
+        url: of the place.
     """
     chosen: list[Subject] = []
     for family in families:
-        if family == "filesystem" and not local:
+        if (family == "filesystem" and not local) or (family == PEER and not serves(url)):
             continue
         if family == "ours":
             chosen += [Subject(family, number) for number in workers]
-        elif family in STOCK_FAMILIES:
+        elif family in (PEER, *STOCK_FAMILIES):
             chosen += [Subject(family, number) for number in threads]
         else:
             chosen.append(Subject(family))
@@ -122,6 +135,11 @@ def _save_fsspec(subject: Subject, state: BenchState, place: Place, url: str) ->
 def _save_filesystem(subject: Subject, state: BenchState, place: Place, url: str) -> float:
     path = url_to_fs(url, **place.storage_options)[1]
     return _dcp_save(state, FileSystemWriter(path, thread_count=subject.parallelism))
+
+
+def _save_peer(subject: Subject, state: BenchState, place: Place, url: str) -> float:
+    with peer_environment(place.storage_options):
+        return _dcp_save(state, peer_writer(url, place.storage_options, subject.parallelism))
 
 
 def _save_planning(subject: Subject, state: BenchState, place: Place, url: str) -> float:
@@ -176,6 +194,7 @@ _SAVERS: dict[str, Callable[[Subject, BenchState, Place, str], float]] = {
     "ours": _save_ours,
     "fsspec": _save_fsspec,
     "filesystem": _save_filesystem,
+    PEER: _save_peer,
     "plain": _save_plain,
     "planning": _save_planning,
     "metadata": _save_metadata,

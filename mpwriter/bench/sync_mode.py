@@ -34,6 +34,7 @@ class StateFigures:
     timing: dict[Subject, list[Sample]] = field(default_factory=dict)
     cold: dict[Subject, list[ColdSave]] = field(default_factory=dict)
     memory: dict[Subject, MemoryUse] = field(default_factory=dict)
+    missing: dict[Subject, str] = field(default_factory=dict)  # who cannot take part, and why
 
 
 def measure_sync(
@@ -49,17 +50,20 @@ def measure_sync(
     Raises:
         Whatever a writer raises; RuntimeError when `verify` finds a difference.
     """
-    subjects = choose_subjects(
+    chosen = choose_subjects(
         options.families,
         options.workers,
         options.threads,
         local=place.local_path is not None,
+        url=place.url,
     )
+    missing = {subject: why for subject in chosen if (why := subject.missing())}
+    subjects = [subject for subject in chosen if subject not in missing]
     figures = []
     with ProgressBar(_num_steps(options, subjects)) as bar:
         for name in options.states:
             state = build_state(name, quick=options.quick)
-            of_state = StateFigures(name, state.num_tensors, state.nbytes)
+            of_state = StateFigures(name, state.num_tensors, state.nbytes, missing=missing)
             if "timing" in options.passes:
                 of_state.timing = time_state(state, subjects, place, options, bar)
             del state  # the fresh processes need the room for theirs

@@ -132,7 +132,7 @@ def timing_table(figures: StateFigures) -> str:
         [
             row.subject.label,
             *(unit.format(seconds) for seconds in (row.wall.median, row.wall.low, row.wall.high)),
-            "-" if gib is None or _stores_nothing(row) else f"{gib / row.wall.median:.2f}",
+            _rate(None if _stores_nothing(row) else gib, row.wall.median),
             format_ratio(None if _stores_nothing(row) else ratio(stock_s, row.wall.median)),
             unit.format(row.own_s),
             format_ratio(ratio(stock_own_s, row.own_s)),
@@ -141,7 +141,8 @@ def timing_table(figures: StateFigures) -> str:
         ]
         for row in rows
     ]
-    return render_table(headers, cells)
+    table = render_table(headers, cells)
+    return "\n".join([table, *(f"{s.label}  {why}" for s, why in figures.missing.items())])
 
 
 def _cold_table(figures: StateFigures) -> str:
@@ -262,6 +263,7 @@ def figures_as_json(figures: StateFigures) -> dict[str, Any]:
             for subject, saves in figures.cold.items()
         },
         "memory": {subject.label: asdict(use) for subject, use in figures.memory.items()},
+        "missing": {subject.label: why for subject, why in figures.missing.items()},
     }
 
 
@@ -280,6 +282,13 @@ def _family_median(
 def _least_own_s(rows: Sequence[TimingRow]) -> float | None:
     stock = [row.own_s for row in rows if row.subject.family in STOCK_FAMILIES]
     return min((own_s for own_s in stock if own_s is not None), default=None)
+
+
+def _rate(gib: float | None, wall_s: float) -> str:
+    """In GiB/s; of a far store, in as many digits as say something."""
+    if gib is None:
+        return "-"
+    return f"{gib / wall_s:.{2 if gib / wall_s >= 0.1 else 4}f}"
 
 
 def _stores_nothing(row: TimingRow) -> bool:

