@@ -48,6 +48,8 @@ _POLL_S = 0.05
 # An agent that is cut off waits for the rendezvous' answer as long as the kernel sends its request
 # again: a quarter of an hour by default, 6 s with this.
 _TCP_RETRIES = 4
+# The second: see train.py.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Node:
@@ -125,7 +127,7 @@ def main() -> int:
         print("network namespaces are not allowed here: on loopback instead", file=sys.stderr)
     with contextlib.ExitStack() as stack:
         places = nodes_in_namespaces if make_hub() else nodes_on_loopback
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **_ENVIRONMENT}
         if given.s3:
             environment |= stack.enter_context(s3_server())
         with places(swap=False) as nodes:

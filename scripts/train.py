@@ -4,9 +4,14 @@
     torchrun --nproc-per-node 4 scripts/train.py --checkpoints /shared/run --steps 100
     torchrun ... scripts/train.py --checkpoints s3://bucket/run --tp 2
 
-Start it again, on as many ranks as you like, and it goes on from its newest complete checkpoint;
-`torchrun --max-restarts 3` does so by itself when a rank dies. On the same layout of ranks the loss
-of every step is the same, to the last bit, as if it had never been stopped.
+Start it again, on as many ranks as you like, and it goes on from its newest complete checkpoint. On
+the same layout of ranks the loss of every step is the same, to the last bit, as if it had never
+been stopped. torchrun starts it again by itself when a rank dies:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 ...
+
+Without that variable the new ranks may find the addresses of the dead ones in torchrun's store and
+wait for them (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -26,14 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-try:
-    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-except ImportError:  # torch before 2.9: `async_save` returns when the copy is done
-    AsyncSaveResponse = None
 
 # Runs from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,6 +44,9 @@ from train_model import Transformer, batch_of_step, read_text, shard
 from mpwriter import FsspecReader, MPFsspecWriter
 
 logger = logging.getLogger("train")
+
+# Torch before 2.9 has it not: there `async_save` returns when the copy is done.
+ASYNC_STAGING = hasattr(state_dict_saver, "AsyncSaveResponse")
 
 
 class TrainState(Stateful):
@@ -81,7 +85,7 @@ class Checkpoints:
             self._url,
             num_workers=given.workers,
             timeout_s=given.timeout_s,
-            async_staging=AsyncSaveResponse is not None,
+            async_staging=ASYNC_STAGING,
             **self._options,
         )
         self._staged: Any = None
@@ -105,13 +109,13 @@ class Checkpoints:
         """Begin to save; the copy goes on until `wait_until_staged`, the rest behind it."""
         self.wait_until_saved()
         self._saving = state.step
-        response = dcp.async_save(
+        response: Any = dcp.async_save(
             {"train": state},
             checkpoint_id=self._at(state.step),
             storage_writer=self._writer,
             process_group=self._group,
         )
-        if AsyncSaveResponse is not None and isinstance(response, AsyncSaveResponse):
+        if ASYNC_STAGING:
             self._staged, self._saved = response.staging_completion, response.upload_completion
         else:
             self._saved = response
@@ -182,7 +186,8 @@ class Checkpoints:
         return f"{self._url}/step-{step:08}"
 
     def _filesystem(self, url: str) -> tuple[Any, str]:
-        return fsspec.core.url_to_fs(url, **self._options)
+        fs, path = fsspec.core.url_to_fs(url, **self._options)
+        return fs, path
 
 
 def main() -> None:
@@ -196,7 +201,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=given.timeout_s)
     dist.init_process_group("nccl" if with_cuda else "gloo", timeout=timeout)
-    group = dist.new_group(backend="gloo", timeout=timeout)  # for DCP
+    # For DCP. Here the ranks wait for the slowest one's writes, which may take `timeout_s` to fail:
+    # with the same timeout they would say that they have waited in vain, and not what for.
+    group = dist.new_group(backend="gloo", timeout=3 * timeout)
     try:
         train(given, device, group)
     except BaseException:

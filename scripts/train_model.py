@@ -44,7 +44,8 @@ class Block(nn.Module):
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        x = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return x
 
 
 class Transformer(nn.Module):
@@ -65,7 +66,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         scores = self.head(self.norm(x))
-        return functional.cross_entropy(scores.flatten(0, 1), after.flatten())
+        loss: torch.Tensor = functional.cross_entropy(scores.flatten(0, 1), after.flatten())
+        return loss
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:
@@ -74,6 +76,9 @@ def shard(model: Transformer, mesh: DeviceMesh) -> None:
     Args:
         mesh: dimensions "shard" and, where they are wanted, "replicate" (HSDP) before it and "tp"
             behind it.
+
+    On CPUs take torch 2.8 or newer: the gloo of 2.7 adds gradients up where FSDP asks for their
+    mean, and refuses to for HSDP.
     """
     names = mesh.mesh_dim_names or ()
     if "tp" in names:

@@ -57,4 +57,4 @@ def test_nodes_end_with_an_error_when_one_is_cut_off(
     steps = complete_steps(run)
     assert steps
     for step in steps:
-        assert values_in(run, step, tmp_path)[".train.step"] == step
+        assert values_in(run, step, tmp_path)["train"]["step"] == step

@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.torchrun.conftest import Reference
-from tests.torchrun.jobs import TRAIN, Job, complete_steps, copy_checkpoint, losses, torchrun
+from tests.torchrun.jobs import (
+    GLOO_AVERAGES,
+    TRAIN,
+    Job,
+    complete_steps,
+    copy_checkpoint,
+    losses,
+    torchrun,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Sums of other parts of the batch, in another order: the last bits may differ.
-ROUNDING = 1e-4
+ROUNDING = 1e-4 if GLOO_AVERAGES else 1e-2
+HSDP = "--hsdp" if GLOO_AVERAGES else ""
 
 
 def test_train_keeps_every_checkpoint_when_told_so(
@@ -35,11 +44,11 @@ def test_train_says_one_line_a_save_when_there_are_many_ranks(
     for step, line in zip((2, 4, 6, 8), lines, strict=True):
         assert re.search(rf"step-{step:08}: \d+ bytes in \d+ files by \d+ workers of 4 ranks", line)
         assert re.search(r"slowest rank [0-3] wrote [\d.]+ s", line)
-    assert "GiB," not in reference(4).output and "#" not in reference(4).output
+    assert "GiB," not in reference(4).output and "[#" not in reference(4).output
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options"), [(1, ""), (2, "--hsdp"), (3, ""), (2, "--tp=2")], ids=str
+    ("num_ranks", "options"), [(1, ""), (2, HSDP), (3, ""), (2, "--tp=2")], ids=str
 )
 def test_resume_goes_on_with_the_losses_of_the_old_run_when_the_ranks_are_others(
     num_ranks: int,

@@ -151,7 +151,7 @@ def test_state_tensors_differ_and_own_their_storage() -> None:
 
 
 def test_build_state_raises_when_the_name_is_unknown() -> None:
-    with pytest.raises(ValueError, match="large, small, model, tiny"):
+    with pytest.raises(ValueError, match="large, medium, small, model, tiny"):
         build_state("huge")
 
 
