@@ -23,9 +23,6 @@ __all__ = ["PartBody", "upload_part"]
 
 # Of one write to the connection: past it the call's own cost is lost in that of the copy.
 _PIECE_BYTES = 256 << 10
-# Of one read: malloc takes more than 128 KiB from the system each time, and page by page.
-# Source: mallopt(3), M_MMAP_THRESHOLD.
-_READ_BYTES = 64 << 10
 
 
 class PartBody:
@@ -49,14 +46,15 @@ class PartBody:
         for start in range(self._position, len(self._view), _PIECE_BYTES):
             yield self._view[start : start + _PIECE_BYTES]
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int = -1) -> memoryview:
         """For signatures, and for the checksums that the client computes on the way.
 
-        May give less than was asked for, as any raw file may.
+        A view of as much as was asked for: what is hashed in small pieces waits for the
+        interpreter's lock at each of them, while the file's thread fills the next part.
         """
         start = self._position
-        stop = len(self._view) if size is None or size < 0 else start + min(size, _READ_BYTES)
-        piece = bytes(self._view[start:stop])
+        stop = len(self._view) if size is None or size < 0 else start + size
+        piece = self._view[start:stop]
         self._position += len(piece)
         return piece
 

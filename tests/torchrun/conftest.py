@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.fakes import FaultPlan
-from tests.torchrun.jobs import TRAIN, Job, losses, torchrun
+from tests.torchrun.jobs import GLOO_AVERAGES, TRAIN, Job, losses, torchrun
 
 
 class Reference(NamedTuple):
@@ -36,13 +36,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Reference]:
-    """The undisturbed run on a number of ranks, `reference(4)`; each is made once."""
+    """The undisturbed run on a number of ranks; each is made once, that of 4 with HSDP."""
     made: dict[int, Reference] = {}
 
     def of(num_ranks: int) -> Reference:
         if num_ranks not in made:
             folder = tmp_path_factory.mktemp("reference")
             options = ["--steps=8", "--keep=9", "--checkpoints", folder / "run"]
+            if num_ranks == 4 and GLOO_AVERAGES:
+                options.append("--hsdp")
             job = Job(torchrun(num_ranks, *TRAIN, *options), folder / "job")
             try:
                 job.assert_succeeded()

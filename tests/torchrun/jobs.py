@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 # A hang is a failure; nothing here takes longer, on a busy machine either.
-WATCHDOG_S = 150.0
+WATCHDOG_S = 240.0
 
 # The training script with a model of 5,000 parameters, which saves every second step.
 _SIZE = "--width 16 --layers 1 --heads 4 --length 16 --save-every 2 --timeout-s 60"
@@ -75,7 +75,13 @@ class Job:
                 stdout=stdout,
                 stderr=stderr,
                 cwd=REPOSITORY,
-                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+                env={
+                    **os.environ,
+                    # torchrun's --log-dir, which it would leave behind in /tmp.
+                    "PET_LOG_DIR": str(folder / "logs"),
+                    **_ENVIRONMENT,
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
 

@@ -38,7 +38,6 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     2: {"fsdp": {"shard": 2}, "tp": {"shard": 1, "tp": 2}, "hsdp": {"replicate": 2, "shard": 1}},
     4: {
         "fsdp": {"shard": 4},
-        "tp": {"shard": 1, "tp": 4},
         "fsdp and tp": {"shard": 2, "tp": 2},
         "hsdp": {"replicate": 2, "shard": 2},
     },

@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Sums of other parts of the batch, in another order: the last bits may differ.
 ROUNDING = 1e-4 if GLOO_AVERAGES else 1e-2
-HSDP = "--hsdp" if GLOO_AVERAGES else ""
 
 
 def test_train_keeps_every_checkpoint_when_told_so(
@@ -47,9 +46,7 @@ def test_train_says_one_line_a_save_when_there_are_many_ranks(
     assert "GiB," not in reference(4).output and "[#" not in reference(4).output
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "options"), [(1, ""), (2, HSDP), (3, ""), (2, "--tp=2")], ids=str
-)
+@pytest.mark.parametrize(("num_ranks", "options"), [(1, ""), (2, "--tp=2"), (3, "")], ids=str)
 def test_resume_goes_on_with_the_losses_of_the_old_run_when_the_ranks_are_others(
     num_ranks: int,
     options: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
@@ -71,6 +72,60 @@ def test_large_file_goes_in_parts_side_by_side(chunk: int, options: dict[str, An
     # Parts under 5 MiB are refused by S3, so that 5,000,000 bytes are rounded up.
     assert fs.calls.count("upload_part") == (6 if not options else 9)
     assert seen, "whoever waits is told that it goes on"
+
+
+def test_last_part_does_not_wait_when_others_fill_the_memory() -> None:
+    """It is in memory already; behind them it would cost a round trip of its own."""
+    fs = S3FileSystem(max_concurrency=10)
+    fs.meeting_s = 0.2
+    sink = MultipartSink(fs, PATH)
+    sink.write(bytes(64 * MIB))
+    sink.write(b"rest")
+    sink.publish()
+    assert fs.most_at_once == 9
+    assert len(fs.objects[KEY]) == 64 * MIB + 4
+
+
+def test_write_goes_on_when_the_upload_is_still_being_created() -> None:
+    """A round trip in which parts are filled; they leave when it is there."""
+    fs, may_begin = S3FileSystem(), threading.Event()
+    call = fs._call_s3
+
+    async def late(method: str, **arguments: Any) -> Any:
+        while method == "create_multipart_upload" and not may_begin.is_set():
+            await asyncio.sleep(0.001)
+        return await call(method, **arguments)
+
+    fs._call_s3 = late  # type: ignore[method-assign]
+    sink = MultipartSink(fs, PATH)
+    sink.write(bytes(40 * MIB))
+    assert fs.calls == []
+    may_begin.set()
+    sink.publish()
+    assert fs.calls[0] == "create_multipart_upload"
+    assert len(fs.objects[KEY]) == 40 * MIB
+
+
+def test_upload_is_aborted_when_it_was_still_being_created() -> None:
+    """Invariant 4: the parts are cancelled, the request for the upload is not."""
+    fs, asked = S3FileSystem(), threading.Event()
+    call = fs._call_s3
+
+    async def slow(method: str, **arguments: Any) -> Any:
+        answer = await call(method, **arguments)
+        if method == "create_multipart_upload":
+            asked.set()
+            await asyncio.sleep(0.2)
+        return answer
+
+    fs._call_s3 = slow  # type: ignore[method-assign]
+    sink = MultipartSink(fs, PATH)
+    sink.write(bytes(20 * MIB))
+    assert asked.wait(10)
+    assert len(fs.uploads) == 1
+    sink.discard()
+    assert (fs.objects, fs.uploads) == ({}, {})
+    assert "upload_part" not in fs.calls
 
 
 def test_caller_s_memory_may_change_as_soon_as_write_returns() -> None:
