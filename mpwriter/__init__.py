@@ -6,6 +6,7 @@ nor fsspec, so that a worker process, which imports this module too, starts with
     MPFsspecWriter        the storage writer for `dcp.save` and `dcp.async_save`
     FsspecReader          the storage reader for `dcp.load`
     SerializationFormat   what a shard file holds
+    inspect, verify       what a checkpoint holds; whether it is what was written
     warm_up, shutdown     start and stop the worker processes of this process
     errors                MPWriterError and its children
 
@@ -25,14 +26,18 @@ __all__ = [
     "SerializationFormat",
     "__version__",
     "errors",
+    "inspect",
     "shutdown",
+    "verify",
     "warm_up",
 ]
 
 if TYPE_CHECKING:
     from mpwriter._compat import SerializationFormat
+    from mpwriter._inspect import inspect
     from mpwriter._pool import shutdown, warm_up
     from mpwriter._reader import FsspecReader
+    from mpwriter._verify import verify
     from mpwriter._writer import MPFsspecWriter
 else:
     # Hidden from type checkers: a module with __getattr__ has, to them, every name there is.
@@ -40,7 +45,9 @@ else:
         "FsspecReader": "_reader",
         "MPFsspecWriter": "_writer",
         "SerializationFormat": "_compat",
+        "inspect": "_inspect",
         "shutdown": "_pool",
+        "verify": "_verify",
         "warm_up": "_pool",
     }
 

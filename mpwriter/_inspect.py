@@ -3,40 +3,49 @@
 Runs in: trainer. Reads checkpoints of ours and of the stock writers.
 
     inspect_checkpoint(url) -> Checkpoint
-        .tensors, .objects     by key: shape, dtype, chunks, files
-        .files                 what the metadata names, with the sizes it needs and those there are
-        .others                what else lies in the directory
-        .problems              why a load of all keys would fail; none: complete
+        .keys         by key: shape, dtype, chunks, files
+        .files        what the metadata names, with the sizes it needs and those there are
+        .others       what else lies in the directory
+        .findings     why a load of all keys would fail; none: complete
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from mpwriter import _metadata
-from mpwriter._faults import as_storage_error, is_absence
 from mpwriter._fetch_plan import chunk_of
-from mpwriter._filesystems import forget_listings
-from mpwriter._leftovers import is_of_a_save, is_shard_of_save
-from mpwriter._publish import is_temporary_name
-from mpwriter._storage import Location, locate, read_file
-from mpwriter.errors import IncompleteCheckpointError
+from mpwriter._inspect_files import MetadataFile, kind_of, listed, read_metadata, size_of
+from mpwriter._reader_absence import explain_absence
+from mpwriter._storage import Location, locate
 
 __all__ = [
     "Checkpoint",
+    "Finding",
     "StoredFile",
     "StoredKey",
     "StoredPart",
+    "inspect",
     "inspect_checkpoint",
 ]
 
-_RANK_METADATA = re.compile(r"__\d+\.metadata")
+_MAX_NAMED_KEYS = 3
+
+
+class Finding(NamedTuple):
+    """What is wrong with one item or file; `key`, `file` are "" where it is none of one."""
+
+    file: str
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in self if part)
 
 
 @dataclass(frozen=True)
@@ -45,20 +54,24 @@ class StoredPart:
 
     Attributes:
         offsets, sizes: of the chunk in its tensor, in elements; empty for an object.
+        dtype: of the tensor; None for an object, and for a chunk that the metadata does not have.
+        is_object: whether it is one.
         file: name; start, nbytes: where in it, bytes, with the container.
         descriptors: of the transforms that the bytes went through.
-        entry: of the key in the metadata.
-        index: its place in the metadata.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    dtype: str | None
+    is_object: bool
     file: str
     start: int
     nbytes: int
     descriptors: tuple[str, ...]
-    entry: Any = field(repr=False, compare=False)
-    index: MetadataIndex = field(repr=False, compare=False)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,7 @@ class StoredKey:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parts in their files; keys that are tied count each for itself."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -85,9 +99,10 @@ class StoredFile:
     """One file of the directory.
 
     Attributes:
-        nbytes: its size; None where there is no such file, or its size is not known.
+        nbytes: its size; None where it is missing, or its size is not known.
         needed_bytes: up to where the metadata says that it reaches; 0 where it names it not.
         kind: "shard", "metadata", "shard of another save", "temporary file" or "other".
+        exists: whether it is there.
     """
 
     name: str
@@ -95,24 +110,37 @@ class StoredFile:
     needed_bytes: int
     num_parts: int
     kind: str
+    exists: bool = True
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, or what is left of one. See the module's docstring."""
+    """A checkpoint, or what is left of one. See the module's docstring.
+
+    Attributes:
+        url: without credentials.
+        writer: "mpwriter", "stock", or "unknown" where there is no metadata.
+        metadata_checked: whether each metadata file has a checksum, which then was right.
+    """
 
     url: str
     location: Location = field(repr=False)
     save_id: str | None
     writer: str
+    metadata_checked: bool
     keys: tuple[StoredKey, ...]
     files: tuple[StoredFile, ...]
     others: tuple[StoredFile, ...]
-    problems: tuple[str, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def is_complete(self) -> bool:
-        return not self.problems
+        return not self.findings
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The findings as text."""
+        return tuple(map(str, self.findings))
 
     @property
     def parts(self) -> Iterable[StoredPart]:
@@ -127,197 +155,125 @@ def inspect_checkpoint(url: str | os.PathLike[str], **storage_options: Any) -> C
         **storage_options: for the filesystem.
 
     Returns:
-        Also for a directory in which no metadata file lies: then `problems` says so.
+        Also for a directory in which shards lie, but no metadata: then `findings` says so.
 
     Raises:
         StorageError: the directory or the metadata cannot be read; IncompleteCheckpointError:
-            there is no such directory, or it is empty.
+            there is no such directory, or nothing of a checkpoint in it.
         CorruptCheckpointError: the metadata is damaged.
         TypeError, ValueError, ImportError: as FsspecReader.
+
+    Thread safety: any thread.
     """
     location = locate(url, storage_options)
-    sizes = _listed(location)
-    metadata = _read_metadata(location, sizes)
-    places = _places(metadata)
-    keys = tuple(_keys(metadata, places))
-    named = _files(keys, sizes, location)
-    problems = [] if metadata else [f"there is no {_metadata.METADATA_NAME}"]
-    problems += [problem for file in named if (problem := _problem(file)) is not None]
-    problems += [
-        f"{key.key}: the metadata does not say where {what} is stored"
-        for key in keys
-        for what in _unplaced(key)
-    ]
-    known = {file.name for file in named} | set(metadata)
+    sizes = listed(location)
+    metadata = read_metadata(location, sizes)
+    keys = tuple(_keys(metadata))
+    files = tuple(_files(keys, sizes, location))
+    known = {file.name for file in files} | set(metadata)
     others = tuple(
-        StoredFile(name, nbytes, 0, 0, _kind(name)) for name, nbytes in sizes.items()
+        StoredFile(name, nbytes, 0, 0, kind_of(name))
+        for name, nbytes in sizes.items()
         if name not in known
-    )  # fmt: skip
-    if not metadata and not others:
-        raise IncompleteCheckpointError(
-            f"no checkpoint at {location.display}: the directory is empty", path=location.display
-        )
+    )
+    if not metadata and all(file.kind == "other" for file in others):
+        raise explain_absence(location, _metadata.METADATA_NAME)
+    checked = bool(metadata) and all(each.has_checksum for each in metadata.values())
     first = next(iter(metadata.values()), None)
-    save_id = getattr(first.storage_meta, "save_id", None) if first is not None else None
+    stored = None if first is None else first.content.storage_meta
     return Checkpoint(
-        location.display,
-        location,
-        save_id,
-        _writer(named, metadata, location),
-        keys,
-        tuple(named),
-        others,
-        tuple(problems),
+        url=location.display,
+        location=location,
+        save_id=getattr(stored, "save_id", None),
+        writer="mpwriter" if checked else "stock" if metadata else "unknown",
+        metadata_checked=checked,
+        keys=keys,
+        files=files,
+        others=others,
+        findings=tuple(_findings(metadata, keys, files)),
     )
 
 
-def _listed(location: Location) -> dict[str, int | None]:
-    """Names and sizes of the files right in the directory."""
-    fs, root = location.fs, location.root
-    forget_listings(fs, root)
-    try:
-        entries = fs.ls(root, detail=True)
-    except Exception as error:
-        if is_absence(error):
-            raise IncompleteCheckpointError(
-                f"no checkpoint at {location.display}: there is no such directory",
-                path=location.display,
-            ) from error
-        raise as_storage_error(error, "list", location.display, fs) from error
-    found: dict[str, int | None] = {}
-    for entry in entries:
-        name = str(entry["name"]).rstrip("/")
-        if entry.get("type") != "directory" and name.strip("/") != root.strip("/"):
-            size = entry.get("size")
-            found[name.rsplit("/", 1)[-1]] = size if isinstance(size, int) else None
-    return dict(sorted(found.items()))
+inspect = inspect_checkpoint
+"""Its public name."""
 
 
-def _read_metadata(location: Location, sizes: Mapping[str, Any]) -> dict[str, Metadata]:
-    """The common metadata, or those of single ranks where there is none."""
-    names = [_metadata.METADATA_NAME]
-    if _metadata.METADATA_NAME not in sizes:
-        names = [name for name in sizes if _RANK_METADATA.fullmatch(name)]
-    found = {}
-    for name in names:
-        path = f"{location.display}/{name}"
-        try:
-            raw = read_file(location.fs, location.child(name))
-        except Exception as error:
-            raise as_storage_error(error, "read", path, location.fs) from error
-        found[name] = _metadata.loads(raw, path)
-    return found
-
-
-def _places(metadata: Mapping[str, Metadata]) -> dict[str, list[tuple[MetadataIndex, Any, Any]]]:
-    """By key: index, entry and storage info of everything stored."""
-    found: dict[str, list[tuple[MetadataIndex, Any, Any]]] = {}
-    for each in metadata.values():
-        for key in each.state_dict_metadata:
-            found.setdefault(key, [])
-        for index, place in (each.storage_data or {}).items():
-            entry = each.state_dict_metadata.get(index.fqn)
-            found.setdefault(index.fqn, []).append((index, entry, place))
-    return found
-
-
-def _keys(
-    metadata: Mapping[str, Metadata], places: Mapping[str, list[tuple[MetadataIndex, Any, Any]]]
-) -> Iterable[StoredKey]:
+def _keys(metadata: Mapping[str, MetadataFile]) -> Iterator[StoredKey]:
+    """All keys by name; ranks that saved on their own may have the same ones."""
     entries: dict[str, Any] = {}
-    for each in metadata.values():
-        for key, entry in each.state_dict_metadata.items():
-            entries.setdefault(key, entry)
-    for key in sorted(places):
-        tensor = entries.get(key)
-        shape = dtype = None
-        if isinstance(tensor, TensorStorageMetadata):
-            shape = tuple(tensor.size)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        parts = tuple(_part(index, entry, place) for index, entry, place in places[key])
-        yield StoredKey(key, shape, dtype, parts)
+    parts: dict[str, list[StoredPart]] = {}
+    for content, *_ in metadata.values():
+        entries = {**content.state_dict_metadata, **entries}
+        for index, place in (content.storage_data or {}).items():
+            part = _part(index, content.state_dict_metadata.get(index.fqn), place)
+            parts.setdefault(index.fqn, []).append(part)
+    for key in sorted(entries.keys() | parts.keys()):
+        entry, shape, dtype = entries.get(key), None, None
+        if isinstance(entry, TensorStorageMetadata):
+            shape, dtype = tuple(entry.size), _dtype(entry)
+        yield StoredKey(key, shape, dtype, tuple(parts.get(key, ())))
+
+
+def _dtype(entry: TensorStorageMetadata) -> str:
+    return str(entry.properties.dtype).removeprefix("torch.")
 
 
 def _part(index: MetadataIndex, entry: Any, place: Any) -> StoredPart:
     chunk = chunk_of(entry, index)
     return StoredPart(
-        tuple(chunk.offsets) if chunk is not None else (),
-        tuple(chunk.sizes) if chunk is not None else (),
-        place.relative_path,
-        place.offset,
-        place.length,
+        offsets=() if chunk is None else tuple(chunk.offsets),
+        sizes=() if chunk is None else tuple(chunk.sizes),
+        dtype=None if chunk is None else _dtype(entry),
+        is_object=not isinstance(entry, TensorStorageMetadata),
+        file=place.relative_path,
+        start=place.offset,
+        nbytes=place.length,
         # torch before 2.7 writes no transform_descriptors.
-        tuple(getattr(place, "transform_descriptors", None) or ()),
-        entry,
-        index,
+        descriptors=tuple(getattr(place, "transform_descriptors", None) or ()),
     )
 
 
 def _files(
     keys: Iterable[StoredKey], sizes: Mapping[str, int | None], location: Location
-) -> list[StoredFile]:
+) -> Iterator[StoredFile]:
     needed: dict[str, tuple[int, int]] = {}
     for key in keys:
         for part in key.parts:
             most, number = needed.get(part.file, (0, 0))
-            needed[part.file] = max(most, part.start + part.nbytes), number + 1
-    return [
-        StoredFile(name, _size(name, sizes, location), most, number, "shard")
-        for name, (most, number) in sorted(needed.items())
-    ]
+            needed[part.file] = max(most, part.stop), number + 1
+    for name, (most, number) in sorted(needed.items()):
+        exists, nbytes = size_of(location, name, sizes)
+        yield StoredFile(name, nbytes, most, number, "shard", exists)
 
 
-def _size(name: str, sizes: Mapping[str, int | None], location: Location) -> int | None:
-    """A file's size; one in a directory below is asked for by itself."""
-    if name in sizes or "/" not in name:
-        return sizes.get(name)
-    try:
-        size = location.fs.info(location.child(name)).get("size")
-    except Exception:
-        return None
-    return size if isinstance(size, int) else None
-
-
-def _problem(file: StoredFile) -> str | None:
-    if file.nbytes is None:
-        return f"{file.name}: missing ({file.num_parts} items lie in it)"
-    if file.nbytes < file.needed_bytes:
-        return f"{file.name}: cut off: {file.nbytes} bytes, {file.needed_bytes} are needed"
-    return None
-
-
-def _unplaced(key: StoredKey) -> Iterable[str]:
-    if key.shape is None:
-        return [] if key.parts else ["it"]
-    if not key.parts:
-        return ["it"]
-    entry = key.parts[0].entry
-    chunks = getattr(entry, "chunks", ())
-    placed = {part.offsets for part in key.parts}
-    return [
-        f"its chunk at {tuple(chunk.offsets)}"
-        for chunk in chunks
-        if tuple(chunk.offsets) not in placed
-    ]
-
-
-def _kind(name: str) -> str:
-    if is_temporary_name(name):
-        return "temporary file"
-    if is_shard_of_save(name) or re.fullmatch(r"__\d+_\d+\.(distcp|safetensors)", name):
-        return "shard of another save"
-    if is_of_a_save(name) or name == _metadata.METADATA_NAME:
-        return "metadata"
-    return "other"
-
-
-def _writer(
-    files: Iterable[StoredFile], metadata: Mapping[str, Metadata], location: Location
-) -> str:
+def _findings(
+    metadata: Mapping[str, MetadataFile], keys: Iterable[StoredKey], files: Iterable[StoredFile]
+) -> Iterator[Finding]:
     if not metadata:
-        return "unknown"
-    names = [file.name for file in files]
-    if names:
-        return "mpwriter" if all(map(is_shard_of_save, names)) else "stock"
-    raw = read_file(location.fs, location.child(next(iter(metadata))))
-    return "mpwriter" if raw[-_metadata.TRAILER_NBYTES :][:8] == b"mpwrmeta" else "stock"
+        yield Finding("", "", f"there is no {_metadata.METADATA_NAME}")
+    for file in files:
+        if not file.exists:
+            yield Finding(file.name, "", f"missing: {_named(file, keys)} should be in it")
+        elif file.nbytes is not None and file.nbytes < file.needed_bytes:
+            text = f"cut off: expected {file.needed_bytes} bytes, found {file.nbytes}"
+            yield Finding(file.name, "", text)
+    chunks: dict[str, set[tuple[int, ...]]] = {}
+    for content, *_ in metadata.values():
+        for name, entry in content.state_dict_metadata.items():
+            found = {tuple(chunk.offsets) for chunk in getattr(entry, "chunks", ())}
+            chunks.setdefault(name, set()).update(found)
+    for key in keys:
+        unplaced = chunks.get(key.key, set()) - {part.offsets for part in key.parts}
+        if not key.parts and not unplaced and key.shape is None:
+            yield Finding("", key.key, "the metadata does not say where it is stored")
+        for offsets in sorted(unplaced):
+            text = f"the metadata does not say where its chunk at {list(offsets)} is stored"
+            yield Finding("", key.key, text)
+
+
+def _named(file: StoredFile, keys: Iterable[StoredKey]) -> str:
+    """The first of the keys that lie in a file, and how many more."""
+    named = [key.key for key in keys if any(part.file == file.name for part in key.parts)]
+    more = len(named) - _MAX_NAMED_KEYS
+    text = ", ".join(map(repr, named[:_MAX_NAMED_KEYS]))
+    return f"{text} and {more} keys more" if more > 0 else text

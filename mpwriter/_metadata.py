@@ -43,6 +43,7 @@ __all__ = [
     "METADATA_NAME",
     "TRAILER_NBYTES",
     "dumps",
+    "has_trailer",
     "loads",
     "metadata_name",
     "share_equal_parts",
@@ -151,6 +152,11 @@ def loads(raw: bytes, path: str) -> Metadata:
     return cast(Metadata, metadata)
 
 
+def has_trailer(raw: bytes) -> bool:
+    """Whether the bytes of a whole metadata file end in a trailer; `loads` tells if it fits."""
+    return len(raw) >= TRAILER_NBYTES and raw[-TRAILER_NBYTES:][: len(_MAGIC)] == _MAGIC
+
+
 def _corrupt(path: str, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"the checkpoint's metadata is damaged: {path}: {what}", path=path
@@ -159,7 +165,7 @@ def _corrupt(path: str, what: str) -> CorruptCheckpointError:
 
 def _checked_length(raw: bytes, path: str) -> int | None:
     """Length of the pickle by a trailer whose CRC fits; None where there is no trailer."""
-    if len(raw) < TRAILER_NBYTES or raw[-TRAILER_NBYTES:][: len(_MAGIC)] != _MAGIC:
+    if not has_trailer(raw):
         return None
     magic, version, crc, length = _TRAILER.unpack(raw[-TRAILER_NBYTES:])
     if version != _VERSION:

@@ -15,7 +15,15 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-__all__ = ["ContainerError", "Record", "read_records"]
+__all__ = [
+    "END_BYTES",
+    "ContainerError",
+    "Record",
+    "Span",
+    "directory_span",
+    "read_records",
+    "spans",
+]
 
 _LOCAL = struct.Struct("<4s2xHH4xIIIHH")
 _CENTRAL = struct.Struct("<4s4xHHIIIIHHHHHII")
@@ -24,6 +32,9 @@ _END64 = struct.Struct("<4sQ4xQQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _DESCRIPTOR64 = struct.Struct("<4sIQQ")
+
+END_BYTES = _END64.size + _LOCATOR64.size + _END.size
+"""What stands behind the directory has no more bytes."""
 
 _CRC_FOLLOWS = 0x0008
 _PLAIN_FLAGS = 0x0808  # the CRC follows the content; names are UTF-8
@@ -42,6 +53,14 @@ class Record(NamedTuple):
     nbytes: int
     crc: int
     stored: bool  # neither compressed nor encrypted
+
+
+class Span(NamedTuple):
+    """What the directory says of one record: where it begins, and the bytes of its content."""
+
+    name: bytes
+    offset: int
+    nbytes: int
 
 
 class _Entry(NamedTuple):
@@ -84,6 +103,30 @@ def read_records(container: memoryview) -> list[Record]:
             f"expected the records to end at {directory_offset}, found {expected_offset}"
         )
     return records
+
+
+def directory_span(container: memoryview) -> tuple[int, int]:
+    """Start and end of the directory. Looks at the last END_BYTES only.
+
+    Raises:
+        ContainerError: there is none.
+    """
+    start, end, _ = _find_directory(container)
+    return start, end
+
+
+def spans(container: memoryview) -> list[Span]:
+    """The records by the directory alone. Looks at it and at what is behind it, at no record.
+
+    Raises:
+        ContainerError: the directory is damaged.
+    """
+    at, end, count = _find_directory(container)
+    found = []
+    for index in range(count):
+        entry, offset, at = _read_entry(container, at, end, index)
+        found.append(Span(entry.name, offset, entry.packed_bytes))
+    return found
 
 
 def _find_directory(container: memoryview) -> tuple[int, int, int]:

@@ -6,8 +6,8 @@ Runs in: trainer.
     mpwriter verify URL      reads all of it and compares checksums
     mpwriter bench ...       the benchmark, as scripts/benchmark.py
 
-Exit status of verify: 0 sound, 1 damaged or incomplete, 2 it cannot be read at all. Of inspect: 0,
-1 where the checkpoint is incomplete, 2.
+Exit status: 0 everything is right; 1 damaged or incomplete; 2 it cannot be read at all, or the
+command line makes no sense.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
+import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
+from mpwriter._cli_text import as_json, report_as_json, report_lines, tree
 from mpwriter._faults import error_record
-from mpwriter._inspect import Checkpoint, StoredFile, StoredKey, inspect_checkpoint
+from mpwriter._inspect import inspect_checkpoint
+from mpwriter._redact import scrub
 from mpwriter._report import ProgressLine
-from mpwriter._verify import VerifyReport, verify_checkpoint
+from mpwriter._verify import verify_checkpoint
 from mpwriter.bench.main import main as bench_main
 from mpwriter.bench.places import parse_storage_options
-from mpwriter.bench.table import format_bytes
 from mpwriter.errors import CorruptCheckpointError, MPWriterError
 
 __all__ = ["main"]
 
-SOUND, DAMAGED, UNREADABLE = 0, 1, 2
+RIGHT, DAMAGED, UNREADABLE = 0, 1, 2
+_INTERRUPTED = 130  # as a shell tells of SIGINT
+
+# A shorter one would strike out parts of ordinary words.
+_MIN_SECRET_LENGTH = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,27 +48,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status.
+
+    Raises:
+        SystemExit: bad usage (2), or help was asked for.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "bench":
         return bench_main(argv[1:])
     given = _parser().parse_args(argv)
+    secrets: tuple[str, ...] = ()
     try:
         options = parse_storage_options(given.storage_option)
+        secrets = tuple(sorted(_texts_in(options), key=len, reverse=True))
         command: Callable[[Any, dict[str, Any]], int] = given.command
         return command(given, options)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except CorruptCheckpointError as error:
-        print(f"damaged: {error}", file=sys.stderr)
-        return DAMAGED
+        return _tell(given, DAMAGED, f"damaged: {error}", secrets)
     except MPWriterError as error:
-        print(f"{error}", file=sys.stderr)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"{given.url}: {error_record(error, None).text}", file=sys.stderr)
-    return UNREADABLE
+        return _tell(given, UNREADABLE, str(error), secrets)
+    except Exception as error:  # a filesystem may raise anything before it is one
+        return _tell(given, UNREADABLE, error_record(error, None).text, secrets)
+
+
+def _texts_in(options: Any) -> Iterator[str]:
+    """Every text of the storage options: none is printed, whatever an error quotes."""
+    if isinstance(options, dict):
+        for value in options.values():
+            yield from _texts_in(value)
+    elif isinstance(options, list):
+        for value in options:
+            yield from _texts_in(value)
+    elif isinstance(options, str) and len(options) >= _MIN_SECRET_LENGTH:
+        yield options
+
+
+def _tell(given: Any, status: int, text: str, secrets: tuple[str, ...]) -> int:
+    text, url = scrub(text, secrets), scrub(given.url, secrets)
+    if given.json:
+        _print([json.dumps({"url": url, "status": status, "error": text}, indent=1)])
+    print(f"mpwriter: {text}" if url in text else f"mpwriter: {url}: {text}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Without what follows an equals sign: it may be a key that was typed in a wrong place."""
+        super().error(re.sub(r"=\S+", "=***", message))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mpwriter", description="Checkpoints on any filesystem.")
+    parser = _Parser(prog="mpwriter", description="Checkpoints on any filesystem.")
     commands = parser.add_subparsers(required=True, metavar="inspect | verify | bench")
     inspect = commands.add_parser("inspect", help="what a checkpoint holds; no shard is read")
     inspect.add_argument("--keys", metavar="PATTERN", default="*", help="only these, as in a shell")
@@ -85,16 +123,13 @@ def _inspect(given: Any, options: dict[str, Any]) -> int:
     checkpoint = inspect_checkpoint(given.url, **options)
     keys = [key for key in checkpoint.keys if fnmatch.fnmatchcase(key.key, given.keys)]
     if given.json:
-        print(json.dumps(_as_json(checkpoint, keys), indent=1))
+        _print([json.dumps(as_json(checkpoint, keys), indent=1)])
     else:
-        for line in _tree(checkpoint, keys, parts=given.parts):
-            print(line)
-    return SOUND if checkpoint.is_complete else DAMAGED
+        _print(tree(checkpoint, keys, parts=given.parts))
+    return RIGHT if checkpoint.is_complete else DAMAGED
 
 
 def _verify(given: Any, options: dict[str, Any]) -> int:
-    if given.workers is not None and given.workers < 1:
-        raise ValueError("--workers is 1 or more")
     line: ProgressLine | None = None
     told = 0
 
@@ -111,123 +146,29 @@ def _verify(given: Any, options: dict[str, Any]) -> int:
         if line is not None:
             line.close()
     if given.json:
-        print(json.dumps(_report_as_json(report), indent=1))
+        _print([json.dumps(report_as_json(report), indent=1)])
     else:
-        print("\n".join(_report_lines(report)))
-    return SOUND if report.is_sound else DAMAGED
+        _print(report_lines(report))
+    return RIGHT if report.is_sound else DAMAGED
 
 
-# -- text ---------------------------------------------------------------------------------------
+def _print(lines: Iterable[str]) -> None:
+    """Print to stdout; whoever reads it may have seen enough, which changes no status."""
+    try:
+        for line in lines:
+            print(_printable(line))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would then complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _tree(checkpoint: Checkpoint, keys: Sequence[StoredKey], *, parts: bool) -> list[str]:
-    state = "complete" if checkpoint.is_complete else "INCOMPLETE"
-    lines = [
-        checkpoint.url,
-        f"  {state}, written by {checkpoint.writer}, save {checkpoint.save_id or 'unknown'}",
-        f"  {len(checkpoint.keys)} keys, {len(checkpoint.files)} files, "
-        f"{format_bytes(sum(file.nbytes or 0 for file in checkpoint.files))}",
-    ]
-    lines += [f"  ! {problem}" for problem in checkpoint.problems]
-    lines.append("keys")
-    shown: tuple[str, ...] = ()
-    for key in keys:
-        *above, last = key.key.split(".")
-        shared = 0
-        while shared < min(len(shown), len(above)) and shown[shared] == above[shared]:
-            shared += 1
-        for depth in range(shared, len(above)):
-            lines.append("  " * (depth + 1) + above[depth])
-        shown = tuple(above)
-        lines.append("  " * (len(above) + 1) + f"{last}  {_described(key)}")
-        if parts:
-            lines += ["  " * (len(above) + 2) + _located(key, n) for n in range(len(key.parts))]
-    lines.append("files")
-    lines += [f"  {_file_line(file)}" for file in (*checkpoint.files, *checkpoint.others)]
-    return lines
-
-
-def _described(key: StoredKey) -> str:
-    if key.shape is None:
-        return f"object, {format_bytes(key.nbytes)}"
-    shards = f", {len(key.parts)} shards" if len(key.parts) != 1 else ""
-    return f"{key.dtype} {list(key.shape)}{shards}, {format_bytes(key.nbytes)}"
-
-
-def _located(key: StoredKey, number: int) -> str:
-    part = key.parts[number]
-    chunk = "" if key.shape is None else f"{list(part.offsets)} {list(part.sizes)} "
-    return f"{chunk}in {part.file}, {part.nbytes} bytes at {part.start}"
-
-
-def _file_line(file: StoredFile) -> str:
-    size = "missing" if file.nbytes is None else format_bytes(file.nbytes)
-    items = f", {file.num_parts} items" if file.num_parts else ""
-    return f"{file.name}  {size}{items}, {file.kind}"
-
-
-def _report_lines(report: VerifyReport) -> list[str]:
-    lines = [f"! {finding}" for finding in report.damage]
-    lines += [f"  {_file_line(file)}" for file in report.checkpoint.others if file.kind != "other"]
-    unverified = f", {report.num_unverified} unverified: they have no checksum"
-    lines.append(
-        f"{report.checkpoint.url}: {'sound' if report.is_sound else 'DAMAGED'}: "
-        f"{report.num_verified} items verified{unverified if report.num_unverified else ''}, "
-        f"{len(report.damage)} findings, {format_bytes(report.nbytes)} read"
+def _printable(text: str) -> str:
+    """A key may hold anything: what moves a terminal's cursor is spelled out."""
+    return "\n".join(
+        line if line.isprintable() else line.encode("unicode_escape").decode()
+        for line in text.split("\n")
     )
-    return lines
-
-
-# -- JSON ---------------------------------------------------------------------------------------
-
-
-def _as_json(checkpoint: Checkpoint, keys: Sequence[StoredKey]) -> dict[str, Any]:
-    return {
-        "url": checkpoint.url,
-        "complete": checkpoint.is_complete,
-        "problems": list(checkpoint.problems),
-        "writer": checkpoint.writer,
-        "save_id": checkpoint.save_id,
-        "keys": {
-            key.key: {
-                "shape": None if key.shape is None else list(key.shape),
-                "dtype": key.dtype,
-                "nbytes": key.nbytes,
-                "parts": [
-                    {
-                        "offsets": list(part.offsets),
-                        "sizes": list(part.sizes),
-                        "file": part.file,
-                        "start": part.start,
-                        "nbytes": part.nbytes,
-                    }
-                    for part in key.parts
-                ],
-            }
-            for key in keys
-        },
-        "files": {
-            file.name: {
-                "nbytes": file.nbytes,
-                "needed_bytes": file.needed_bytes,
-                "items": file.num_parts,
-                "kind": file.kind,
-            }
-            for file in (*checkpoint.files, *checkpoint.others)
-        },
-    }
-
-
-def _report_as_json(report: VerifyReport) -> dict[str, Any]:
-    return {
-        "url": report.checkpoint.url,
-        "sound": report.is_sound,
-        "verified": report.num_verified,
-        "unverified": report.num_unverified,
-        "nbytes": report.nbytes,
-        "damage": [finding._asdict() for finding in report.damage],
-        "others": {file.name: file.kind for file in report.checkpoint.others},
-    }
 
 
 if __name__ == "__main__":

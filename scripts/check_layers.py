@@ -25,7 +25,7 @@ PACKAGE = "mpwriter"
 # module, or several that were split from one. "_x" also covers every module named "_x_...".
 LAYERS: list[list[set[str]]] = [
     [{"__main__"}],
-    [{"cli"}],
+    [{"cli", "_cli"}],
     [{"_verify", "_inspect"}, {"bench"}],
     [{"_writer", "_save", "_commit", "_feed", "_lane"}, {"_reader", "_fetch"}],
     [

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Installs what the tests need of storage servers and pip does not have: sshd, and Azurite by npm.
+# Installs what the tests need and pip does not have: sshd, ip, and Azurite by npm.
 #
 #     install_servers.sh FOLDER AZURITE      FOLDER: for Azurite; AZURITE: as npm install takes it
 #
-# sshd and npm come from apt where they are missing, as root or by sudo.
+# sshd, ip and npm come from apt where they are missing, as root or by sudo.
 set -euo pipefail
 folder=$1 azurite=$2
 PATH="$PATH:/usr/sbin:/usr/local/sbin"
@@ -24,6 +24,7 @@ install() {
 missing=()
 command -v sshd >/dev/null || missing+=(openssh-server)
 command -v npm >/dev/null || missing+=(nodejs)
+command -v ip >/dev/null || missing+=(iproute2)
 ((${#missing[@]} == 0)) || install "${missing[@]}"
 # Node's own package of nodejs has npm in it and conflicts with Debian's npm, which needs Debian's.
 command -v npm >/dev/null || install npm
