@@ -143,7 +143,8 @@ def test_secrets_are_nowhere_when_the_client_quotes_them(
     def refuse(*args: Any, **options: Any) -> None:
         raise OSError(errno.EIO, f"refused to {json.dumps(dict(store.options))}", url)
 
-    monkeypatch.setattr(type(store.filesystem()), "open", refuse)
+    for call in ("open", "cat_file"):
+        monkeypatch.setattr(type(store.filesystem()), call, refuse)
     with pytest.raises(CheckpointException) as caught:
         load_into(blank(small_state()), FsspecReader(url, **store.options))
     assert "refused to" in str(caught.value)
