@@ -143,8 +143,13 @@ def test_secrets_are_nowhere_when_the_client_quotes_them(
     def refuse(*args: Any, **options: Any) -> None:
         raise OSError(errno.EIO, f"refused to {json.dumps(dict(store.options))}", url)
 
-    for call in ("open", "cat_file"):
-        monkeypatch.setattr(type(store.filesystem()), call, refuse)
+    async def refuse_later(*args: Any, **options: Any) -> None:
+        refuse()
+
+    kind = type(store.filesystem())
+    monkeypatch.setattr(kind, "open", refuse)
+    monkeypatch.setattr(kind, "_cat_file", refuse_later, raising=False)
+    kind.clear_instance_cache()  # whose methods are bound already
     with pytest.raises(CheckpointException) as caught:
         load_into(blank(small_state()), FsspecReader(url, **store.options))
     assert "refused to" in str(caught.value)
