@@ -497,7 +497,7 @@ def test_load_report_tells_own_share_and_verification() -> None:
         "plain readinto": 0.75,
         "reads nothing": 1.0,
     }
-    assert list(walls_s) == [label for label, *_ in LOADERS]
+    assert set(walls_s) < {label for label, *_ in LOADERS}
     figures = LoadFigures("small", 20_000, 2**30)
     figures.samples = {label: [LoadSample(wall_s, 0.5)] for label, wall_s in walls_s.items()}
     assert load_findings([figures]) == [
@@ -531,7 +531,9 @@ def test_main_measures_loads_and_compares_what_they_gave(
     figures = json.loads(report.read_text())
     assert figures["mode"] == "load"
     for state in figures["states"]:
-        assert set(state["loads"]) == {label for label, *_ in LOADERS}
+        # The peer reads S3 only.
+        labels = {label for label, family, *_ in LOADERS if family != "s3torchconnector"}
+        assert set(state["loads"]) == labels
     assert os.listdir(tmp_path) == [report.name]
 
 
