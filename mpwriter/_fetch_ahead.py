@@ -92,7 +92,8 @@ class Ahead:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._threads.close(min(self._timeout_s, _LEAVE_WITHIN_S))
+        if not self._threads.close(min(self._timeout_s, _LEAVE_WITHIN_S)):
+            return  # a descriptor that a thread is stuck in must not become another file's
         for source in self._sources.values():
             source.close()
 
@@ -136,7 +137,8 @@ class Ahead:
         if alone is not None and self._lane.in_place:
             place = self._delivery.place(name, alone)
         if place is not None:
-            part = self._threads.submit(self._retried(place_fill(place, source), span, display))
+            fill = self._retried(place_fill(place, source), span, display, source)
+            part = self._threads.submit(fill)
             self._readings.append(_Reading(name, display, span, source, None, None, place, [part]))
             return
         nbytes = span.stop - span.start
@@ -160,7 +162,9 @@ class Ahead:
     ) -> Callable[[], Prepared | None]:
         """Read one part; the only part of a large item is also checked here, without the GIL."""
         piece = view[begin : begin + self._lane.part_bytes]
-        fill = self._retried(lambda: source.read_into(span.start + begin, piece), span, display)
+        fill = self._retried(
+            lambda: source.read_into(span.start + begin, piece), span, display, source
+        )
 
         def read() -> Prepared | None:
             count = fill()
@@ -175,7 +179,11 @@ class Ahead:
         return read
 
     def _retried(
-        self, operation: Callable[[], Any], span: ByteRange, display: str
+        self,
+        operation: Callable[[], Any],
+        span: ByteRange,
+        display: str,
+        source: Source | None = None,
     ) -> Callable[[], Any]:
         return lambda: retried(
             operation,
@@ -183,6 +191,7 @@ class Ahead:
             fs=self._location.fs,
             retries=self._retries,
             missing=lambda: missing(display, span.items[0]),
+            before_retry=None if source is None else source.renew,
         )
 
     def _arrived(self, reading: _Reading) -> Arrived:
@@ -231,13 +240,14 @@ class _Threads:
         self._calls.put((call, future))
         return future
 
-    def close(self, within_s: float) -> None:
-        """Begin no more calls, and wait for those that have begun."""
+    def close(self, within_s: float) -> bool:
+        """Begin no more calls, and wait for those that have begun; False: one is stuck."""
         self._closed = True
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
             thread.join(within_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
         while (entry := self._calls.get()) is not None:

@@ -51,6 +51,10 @@ class Source(Protocol):
         """The file's size, where it costs little beside reading so much; None: not known."""
         ...
 
+    def renew(self) -> None:
+        """Open it anew, before a read is tried again: a stale handle stays stale. Thread-safe."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -98,7 +102,9 @@ def lane_for(fs: Any, num_workers: int | None) -> Lane | None:
 
 class _LocalSource:
     def __init__(self, fs: LocalFileSystem, path: str) -> None:
-        self._fd: int | None = os.open(fs._strip_protocol(path), os.O_RDONLY | os.O_CLOEXEC)
+        self._path = fs._strip_protocol(path)
+        self._fd: int | None = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._old_fds: list[int] = []  # other threads may be reading from them
 
     def read_into(self, offset: int, view: memoryview) -> int:
         assert self._fd is not None
@@ -116,10 +122,22 @@ class _LocalSource:
         found = os.fstat(self._fd)
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
+    def renew(self) -> None:
+        fd, old = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), self._fd
+        self._fd = fd
+        if old is not None:
+            self._old_fds.append(old)
+
+    def __del__(self) -> None:
+        # Nobody closed it because a thread was stuck in it: that thread has let go now.
+        if hasattr(self, "_old_fds"):
+            self.close()
+
     def close(self) -> None:
         fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        for each in (*self._old_fds, *([] if fd is None else [fd])):
+            os.close(each)
+        self._old_fds.clear()
 
 
 class _RemoteSource:
@@ -157,6 +175,9 @@ class _RemoteSource:
 
     def size_for(self, nbytes: int) -> int | None:
         return self._size_or_none() if nbytes > _WORTH_A_LOOK_BYTES else None
+
+    def renew(self) -> None:
+        """Every request is a new one."""
 
     def close(self) -> None:
         """Nothing is open between two requests."""

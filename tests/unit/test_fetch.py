@@ -386,15 +386,18 @@ def test_load_tries_again_when_an_error_may_pass(
 ) -> None:
     """F12: each read by itself."""
     left = [errno.ESTALE, errno.EINTR]
+    stale: set[int] = set()
     real = os.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
+        assert fd not in stale, "a stale handle stays stale: the file has to be opened again"
         if left:
+            stale.add(fd)
             raise OSError(left.pop(), "for a while")
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(_fetch_source.os, "preadv", preadv)
-    assert_same(load_into(blank(state), FsspecReader(saved)), state)
+    assert_same(load_into(blank(state), FsspecReader(saved, num_workers=1)), state)
     assert not left
 
 
