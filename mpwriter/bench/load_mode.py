@@ -75,18 +75,14 @@ class _Nothing(FsspecReader):
         return done
 
 
-def _plain(url: str, options: dict[str, Any]) -> StorageReader:
-    raise NotImplementedError("the plain loader is no reader")
-
-
-# Label, family of the options, what makes the reader.
-LOADERS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], StorageReader]], ...] = (
+# Label, family of the options, what makes the reader; None: the plain one, which is no reader.
+LOADERS: tuple[tuple[str, str, Callable[[str, dict[str, Any]], StorageReader] | None], ...] = (
     ("FsspecReader (ours)", "ours", lambda url, options: FsspecReader(url, **options)),
     ("ours, verify=False", "ours", lambda url, options: FsspecReader(url, verify=False, **options)),
     ("stock FsspecReader", "fsspec", lambda url, options: StockFsspecReader(url, **options)),
     ("FileSystemReader", "filesystem", lambda url, options: FileSystemReader(url)),
     (PEER, PEER, peer_reader),
-    ("plain readinto", "plain", _plain),
+    ("plain readinto", "plain", None),
     ("reads nothing", "planning", lambda url, options: _Nothing(url, **options)),
 )
 
@@ -169,7 +165,7 @@ def _rounds(
 
 
 def _load(make: Any, target: dict[str, Any], place: Place, url: str) -> None:
-    if make is _plain:
+    if make is None:
         _read_plain(target, url)
         return
     keys = place.storage_options if make is peer_reader else {}
