@@ -147,11 +147,13 @@ def test_secrets_are_nowhere_when_the_client_quotes_them(
         refuse()
 
     kind = type(store.filesystem())
-    monkeypatch.setattr(kind, "open", refuse)
-    monkeypatch.setattr(kind, "_cat_file", refuse_later, raising=False)
-    kind.clear_instance_cache()  # whose methods are bound already
-    with pytest.raises(CheckpointException) as caught:
-        load_into(blank(small_state()), FsspecReader(url, **store.options))
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "open", refuse)
+        patch.setattr(kind, "_cat_file", refuse_later, raising=False)
+        kind.clear_instance_cache()  # whose methods are bound already
+        with pytest.raises(CheckpointException) as caught:
+            load_into(blank(small_state()), FsspecReader(url, **store.options))
+    kind.clear_instance_cache()  # those made meanwhile would refuse the next test
     assert "refused to" in str(caught.value)
     told.add_error(caught.value, causes=False)
     told.assert_no_secret(store)
