@@ -21,11 +21,11 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 from mpwriter._types import Message
 
-__all__ = ["Channel", "ChannelClosed", "channel_pair"]
+__all__ = ["Channel", "ChannelClosed", "Mailbox", "channel_pair"]
 
 _LENGTH = struct.Struct("<I")
 
@@ -155,6 +155,41 @@ class Channel:
         if start:
             del self._incoming[:start]
         return messages
+
+
+_T = TypeVar("_T")
+
+
+class Mailbox(Generic[_T]):
+    """What many threads have to say to one that sleeps in a poll."""
+
+    def __init__(self) -> None:
+        self._entries: deque[_T] = deque()
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._theirs.setblocking(False)
+
+    def fileno(self) -> int:
+        """Readable when there is something to take."""
+        return self._ours.fileno()
+
+    def put(self, entry: _T) -> None:
+        """Thread-safe."""
+        self._entries.append(entry)
+        # Where the buffer is full, what is in it wakes the reader.
+        with contextlib.suppress(BlockingIOError):
+            self._theirs.send(b"\0")
+
+    def take(self) -> list[_T]:
+        """All that has come, in order."""
+        with contextlib.suppress(BlockingIOError):
+            while self._ours.recv(_RECEIVE_BYTES):
+                pass
+        return [self._entries.popleft() for _ in range(len(self._entries))]
+
+    def close(self) -> None:
+        self._ours.close()
+        self._theirs.close()
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:

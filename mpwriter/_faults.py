@@ -17,6 +17,7 @@ from mpwriter._types import ErrorRecord
 from mpwriter.errors import StorageError
 
 __all__ = [
+    "ToldError",
     "as_storage_error",
     "error_record",
     "is_absence",
@@ -123,6 +124,14 @@ _MAX_TRACEBACK_CHARS = 20_000
 _SHARD_NAME = re.compile(rb"__\d+_\d+(?:\.[0-9A-Za-z_\-]{8})?\.(?:distcp|safetensors)")
 
 
+class ToldError(Exception):
+    """What a call raised in another process, which has told of it by `record`."""
+
+    def __init__(self, record: ErrorRecord) -> None:
+        super().__init__(f"{record.type_name}: {record.text}")
+        self.record = record
+
+
 def is_transient(exc: BaseException) -> bool:
     """Whether a further try of the same operation may succeed.
 
@@ -138,6 +147,8 @@ def is_transient(exc: BaseException) -> bool:
     Raises:
         Nothing.
     """
+    if isinstance(exc, ToldError):
+        return exc.record.transient
     for link in _chain(exc):
         verdict = _verdict(link)
         if verdict is not None:
@@ -152,6 +163,8 @@ def is_absence(exc: BaseException) -> bool:
     """
     if isinstance(exc, (FileNotFoundError, NotADirectoryError)):
         return True
+    if isinstance(exc, ToldError):
+        return exc.record.absent
     return any(base.__name__ == "ResourceNotFoundError" for base in type(exc).__mro__)
 
 
@@ -170,6 +183,8 @@ def error_record(exc: BaseException, path: str | None, *, fs: Any = None) -> Err
     Raises:
         Nothing.
     """
+    if isinstance(exc, ToldError):
+        return exc.record
     number = _first_errno(exc)
     text = _text(exc)
     if number is not None and os.strerror(number) not in text:
@@ -184,6 +199,7 @@ def error_record(exc: BaseException, path: str | None, *, fs: Any = None) -> Err
         path=None if path is None else scrub(path, secrets),
         traceback=scrub(_formatted(exc), secrets),
         transient=is_transient(exc),
+        absent=is_absence(exc),
     )
 
 

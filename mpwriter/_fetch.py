@@ -4,6 +4,7 @@ Runs in: trainer.
 
     _fetch_plan     which ranges of which files
     _fetch_source   files that threads can share: of a local disk, or behind an event loop
+    _fetch_crew     worker processes that read the latter, for large loads
     _fetch_ahead    their ranges, read ahead
     _fetch_file     ranges of one file, one after the other: of every other filesystem
     _fetch_place    large payloads, straight into their targets
@@ -23,9 +24,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from mpwriter._fetch_ahead import Ahead, Arrived
 from mpwriter._fetch_decode import Delivery
 from mpwriter._fetch_file import Buffer, ShardFile
-from mpwriter._fetch_place import MIN_PLACE_BYTES
 from mpwriter._fetch_plan import MAX_RANGE_BYTES, ByteRange, plan_reads
 from mpwriter._fetch_source import lane_for
+from mpwriter._ranges import has_ranges
 from mpwriter._report import ProgressLine
 from mpwriter._storage import Location
 
@@ -59,7 +60,8 @@ def fetch(
         delivery: takes the items, in the order in which they lie in the files.
         retries: how often a read is tried again after an error that may pass.
         progress: draw a line on stderr.
-        num_workers: reads at once, at most; None: see `lane_for`.
+        num_workers: threads that read a local disk, or processes that read a store, at most; None:
+            as many as pay.
         timeout_s: the longest to wait for one read, where threads read.
         log_level: of the summary.
 
@@ -70,13 +72,14 @@ def fetch(
     Not thread-safe: the planner is not.
     """
     began_s = time.monotonic()
-    lane = lane_for(location.fs, num_workers)
+    # Of a store `num_workers` means processes, and each has many requests on their way.
+    lane = lane_for(location.fs, None if has_ranges(location.fs) else num_workers)
     files = plan_reads(
         reads,
         places,
         delivery.entries,
         max_range_bytes=MAX_RANGE_BYTES if lane is None else lane.max_range_bytes,
-        alone_bytes=MIN_PLACE_BYTES if lane is not None and lane.in_place else None,
+        alone_bytes=None if lane is None else lane.place_bytes,
     )
     total_bytes = sum(span.stop - span.start for spans in files.values() for span in spans)
     line = ProgressLine("loading", total_bytes, progress)
@@ -84,6 +87,7 @@ def fetch(
         if lane is None or not files:
             _fetch_in_turn(location, files, delivery, line, retries)
         else:
+            lane = lane.with_crew(num_workers, total_bytes)
             with Ahead(location, lane, delivery, retries=retries, timeout_s=timeout_s) as ahead:
                 for arrived in ahead.read(files):
                     _deliver(arrived, delivery)

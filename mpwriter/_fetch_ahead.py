@@ -92,6 +92,7 @@ class Ahead:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
+        self._lane.close()
         if not self._threads.close(min(self._timeout_s, _LEAVE_WITHIN_S)):
             return  # a descriptor that a thread is stuck in must not become another file's
         for source in self._sources.values():
@@ -134,12 +135,18 @@ class Ahead:
             raise cut_off(display, next(i for i in span.items if i.stop > size), size)
         alone = span.items[0] if len(span.items) == 1 else None
         place = None
-        if alone is not None and self._lane.in_place:
+        if alone is not None and alone.length >= self._lane.place_bytes:
             place = self._delivery.place(name, alone)
         if place is not None:
-            fill = self._retried(place_fill(place, source), span, display, source)
-            part = self._threads.submit(fill)
-            self._readings.append(_Reading(name, display, span, source, None, None, place, [part]))
+            calls = (
+                [place_fill(place, source)]
+                if self._lane.in_place
+                else [part_of_place(source, *part) for part in place.ask(self._lane.part_bytes)]
+            )
+            parts = [
+                self._threads.submit(self._retried(call, span, display, source)) for call in calls
+            ]
+            self._readings.append(_Reading(name, display, span, source, None, None, place, parts))
             return
         nbytes = span.stop - span.start
         buffer = self._buffers.pop() if self._buffers else Buffer()
@@ -202,7 +209,7 @@ class Ahead:
             raise timed_out(display, span.items[0], self._timeout_s) from error
         if reading.place is None:
             return Arrived(display, span, reading.view, found[0], None)
-        if found[0]:
+        if all(found) and (self._lane.in_place or reading.place.holds()):
             return Arrived(display, span, None, None, reading.place)
         # Not what it should be: as a whole it tells what is wrong.
         view = Buffer().room(span.start, span.stop - span.start)
@@ -219,6 +226,11 @@ class Ahead:
 def place_fill(place: Place, source: Source) -> Callable[[], bool]:
     """Bound here: a loop's variable would be another one by the time a thread calls."""
     return lambda: place.fill(source.read_into)
+
+
+def part_of_place(source: Source, offset: int, views: Sequence[memoryview]) -> Callable[[], bool]:
+    """Reads one part of a large payload to where it belongs; False where the file is shorter."""
+    return lambda: source.scatter(offset, views) == sum(map(len, views))
 
 
 class _Threads:

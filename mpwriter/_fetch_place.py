@@ -1,6 +1,6 @@
 """A large stored tensor, read straight into the memory of its target.
 
-Runs in: trainer; `Place.fill` in any thread.
+Runs in: trainer; `Place.fill` and the requests of `Place.ask` in any thread.
 
 What a shard file of ours has around a payload is known beforehand, so the payload can be read to
 where it belongs, and its CRC taken piece by piece while the piece is in the core's cache. That is
@@ -9,13 +9,16 @@ less than half of the work of reading, checking and copying one after the other.
     file    | prefix |  payload ....................  | suffix |
               compared   piece -> target, CRC so far    compared, with the CRC
 
+A local file is read so by one thread (`fill`). Of a store, where a request takes long, the pieces
+are asked for side by side (`ask`), and compared when all have come (`holds`).
+
 Where anything differs, the item is read again as any other is, and that tells what is wrong. So a
 target can hold what was not written while an error is raised, but not without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +57,7 @@ class Place:
         self._start = start
         self._around = around
         self._verify = verify
+        self._ends = bytearray(), bytearray()
 
     def fill(self, read_into: ReadInto) -> bool:
         """Read the payload. Thread-safe with other places.
@@ -80,9 +84,53 @@ class Place:
         suffix = bytearray(self._start + around.length - end)
         if read_into(end, memoryview(suffix)) < len(suffix):
             return False
+        return self._is_suffix(suffix, crc)
+
+    def ask(self, part_bytes: int) -> list[tuple[int, list[memoryview]]]:
+        """What to read for it: offset in the file, and the views that its bytes go to.
+
+        Args:
+            part_bytes: of one request, at most.
+        """
+        around, memory = self._around, self._memory
+        if around is not None:
+            num_prefix = len(around.prefix)
+            self._ends = (
+                bytearray(num_prefix),
+                bytearray(around.length - num_prefix - len(memory)),
+            )
+        views = [memoryview(self._ends[0]), memory, memoryview(self._ends[1])]
+        total = sum(map(len, views))
+        return [
+            (self._start + begin, _cut_out(views, begin, min(begin + part_bytes, total)))
+            for begin in range(0, total, part_bytes)
+        ]
+
+    def holds(self) -> bool:
+        """Whether what `ask` was for is what it should be, once all of it has been read."""
+        around = self._around
+        if around is None:
+            return True
+        if self._ends[0] != around.prefix:
+            return False
+        return self._is_suffix(self._ends[1], crc32(self._memory) if self._verify else 0)
+
+    def _is_suffix(self, suffix: bytearray, crc: int) -> bool:
+        assert self._around is not None
         # Unchecked, the file's own word for its CRC will do.
         stated = int.from_bytes(suffix[4:8], "little")
-        return around.suffix(crc if self._verify else stated) == suffix
+        return self._around.suffix(crc if self._verify else stated) == suffix
+
+
+def _cut_out(views: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """The part of `views`, laid end to end, from `begin` to `end`."""
+    found: list[memoryview] = []
+    for view in views:
+        piece = view[max(0, begin) : max(0, end)]
+        if len(piece):
+            found.append(piece)
+        begin, end = begin - len(view), end - len(view)
+    return found
 
 
 def _holds(read_into: ReadInto, start: int, expected: bytes) -> bool:

@@ -3,23 +3,26 @@
 Runs in: trainer, in the threads of `mpwriter._fetch_ahead`.
 
     local disk               one descriptor a file, preadv(2): no position to fight for
-    behind an event loop     s3fs, gcsfs, adlfs, HTTP: a range request each, many on their way
+    behind an event loop     s3fs, gcsfs, adlfs, HTTP: a range request each, many on their way;
+                             from several processes where much is read: `mpwriter._fetch_crew`
     all others               one file object that one thread reads: `mpwriter._fetch_file`
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from mpwriter._fetch_crew import BYTES_PER_WORKER, Crew, CrewFile, gather
+from mpwriter._fetch_place import MIN_PLACE_BYTES
 from mpwriter._fetch_plan import MAX_RANGE_BYTES
 from mpwriter._memory import local_world_size, usable_cores
+from mpwriter._pool import default_num_workers
+from mpwriter._ranges import PART_BYTES, REQUESTS, RemoteFile, has_ranges
 
 __all__ = ["Lane", "Source", "lane_for"]
 
@@ -27,13 +30,6 @@ __all__ = ["Lane", "Source", "lane_for"]
 # wait for memory. Ranges that a thread has just read are still in the cache when they are decoded.
 _MAX_LOCAL_THREADS = 8
 _LOCAL_RANGE_BYTES = 4 * 2**20
-
-# A request costs a round trip, so a range is worth several, and many are on their way at once.
-# Source: botocore's max_pool_connections, 10; the part size is that of the writer.
-_REMOTE_THREADS = 10
-_REMOTE_PART_BYTES = 8 * 2**20
-# A range so long is worth a request for the file's size, before memory is claimed for it.
-_WORTH_A_LOOK_BYTES = 64 * 2**20
 
 
 class Source(Protocol):
@@ -45,6 +41,10 @@ class Source(Protocol):
         Raises:
             Exception: as the filesystem has it.
         """
+        ...
+
+    def scatter(self, offset: int, views: Sequence[memoryview]) -> int:
+        """The same into several views, one after the other."""
         ...
 
     def size_for(self, nbytes: int) -> int | None:
@@ -65,7 +65,8 @@ class Lane(NamedTuple):
         num_threads: that read.
         max_range_bytes: neighbouring items are not read together beyond this.
         part_bytes: a longer range is read in such pieces, side by side.
-        in_place: whether a payload may be read into its target, piece by piece.
+        in_place: whether one thread may read a payload into its target, piece by piece.
+        crew: worker processes that read instead of these threads.
     """
 
     fs: Any
@@ -73,6 +74,12 @@ class Lane(NamedTuple):
     max_range_bytes: int
     part_bytes: int
     in_place: bool
+    crew: Crew | None = None
+
+    @property
+    def place_bytes(self) -> int:
+        """An item of this length or more is read into its target, where that is possible."""
+        return MIN_PLACE_BYTES if self.in_place else self.part_bytes
 
     def open(self, path: str) -> Source:
         """Open a file.
@@ -80,23 +87,44 @@ class Lane(NamedTuple):
         Raises:
             Exception: as the filesystem has it; a remote file is not asked for before it is read.
         """
-        return _LocalSource(self.fs, path) if self.in_place else _RemoteSource(self.fs, path)
+        if self.in_place:
+            return _LocalSource(self.fs, path)
+        return (
+            RemoteFile(self.fs, path) if self.crew is None else CrewFile(self.fs, path, self.crew)
+        )
+
+    def with_crew(self, num_workers: int | None, total_bytes: int) -> Lane:
+        """The same through worker processes, where these pay for so many bytes.
+
+        Args:
+            num_workers: at most; None: this rank's share of the cores.
+        """
+        most = default_num_workers() if num_workers is None else num_workers
+        useful = min(most, total_bytes // BYTES_PER_WORKER)
+        crew = gather(self.fs, useful) if useful > 1 and not self.in_place else None
+        if crew is None:
+            return self
+        return self._replace(crew=crew, num_threads=crew.num_requests)
+
+    def close(self) -> None:
+        """No more reads: those that workers are at fail."""
+        if self.crew is not None:
+            self.crew.close()
 
 
-def lane_for(fs: Any, num_workers: int | None) -> Lane | None:
+def lane_for(fs: Any, num_threads: int | None) -> Lane | None:
     """How to read files of `fs` side by side; None where one thread has to do it.
 
     Args:
-        num_workers: threads at most; None: as many as pay.
+        num_threads: at most; None: as many as pay.
     """
     # A subclass may do more in `open` than the descriptor shows.
     if type(fs) is LocalFileSystem:
         cores = max(1, usable_cores() // local_world_size())
-        num_threads = num_workers or min(_MAX_LOCAL_THREADS, cores)
+        num_threads = num_threads or min(_MAX_LOCAL_THREADS, cores)
         return Lane(fs, num_threads, _LOCAL_RANGE_BYTES, MAX_RANGE_BYTES, True)
-    if isinstance(fs, AsyncFileSystem) and type(fs)._cat_file is not AsyncFileSystem._cat_file:
-        num_threads = num_workers or _REMOTE_THREADS
-        return Lane(fs, num_threads, _REMOTE_PART_BYTES, _REMOTE_PART_BYTES, False)
+    if has_ranges(fs):
+        return Lane(fs, num_threads or REQUESTS, PART_BYTES, PART_BYTES, False)
     return None
 
 
@@ -115,6 +143,15 @@ class _LocalSource:
             if not count:
                 break
             filled += count
+        return filled
+
+    def scatter(self, offset: int, views: Sequence[memoryview]) -> int:
+        filled = 0
+        for view in views:
+            count = self.read_into(offset + filled, view)
+            filled += count
+            if count < len(view):
+                break
         return filled
 
     def size_for(self, nbytes: int) -> int | None:
@@ -138,46 +175,3 @@ class _LocalSource:
         for each in (*self._old_fds, *([] if fd is None else [fd])):
             os.close(each)
         self._old_fds.clear()
-
-
-class _RemoteSource:
-    def __init__(self, fs: AsyncFileSystem, path: str) -> None:
-        self._fs = fs
-        self._path = path
-        self._size: int | None = None
-        self._lock = threading.Lock()
-
-    def read_into(self, offset: int, view: memoryview) -> int:
-        if not len(view):
-            return 0
-        stop = offset + len(view)
-        try:
-            chunk = self._fs.cat_file(self._path, start=offset, end=stop)
-        except Exception:
-            # A range behind the file's end is an error for most stores, each has its own.
-            size = self._size_or_none()
-            if size is None or size >= stop:
-                raise
-            stop = max(offset, size)
-            chunk = self._fs.cat_file(self._path, start=offset, end=stop) if stop > offset else b""
-        if len(chunk) > stop - offset:  # a server that knows no ranges has sent all of the file
-            chunk = chunk[offset:stop]
-        view[: len(chunk)] = chunk
-        return len(chunk)
-
-    def _size_or_none(self) -> int | None:
-        with self._lock:
-            if self._size is None:
-                with contextlib.suppress(Exception):
-                    size = self._fs.info(self._path).get("size")
-                    self._size = size if isinstance(size, int) else None
-            return self._size
-
-    def size_for(self, nbytes: int) -> int | None:
-        return self._size_or_none() if nbytes > _WORTH_A_LOOK_BYTES else None
-
-    def renew(self) -> None:
-        """Every request is a new one."""
-
-    def close(self) -> None:
-        """Nothing is open between two requests."""

@@ -21,7 +21,7 @@ from mpwriter._types import MapSegment, Message, Ready, UnmapSegment
 from mpwriter._worker import BOOTSTRAP, GROUP_SIGNALS
 from mpwriter.errors import WorkerDiedError, WorkerStartError
 
-__all__ = ["WorkerProcess", "import_path", "start_worker"]
+__all__ = ["WorkerProcess", "current_directory", "import_path", "start_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class WorkerProcess:
         self.ready = False
         self._process = process
         self._channel = channel
-        self._mapped: set[int] = set()
+        self._mapped: dict[int, bool] = {}  # whether it may write there
         self._quiet: tuple[int, Collection[int] | None] = (0, None)
 
     @property
@@ -80,24 +80,26 @@ class WorkerProcess:
         except ChannelClosed as exc:
             raise self.death() from exc
 
-    def maps(self, segment: int) -> bool:
-        """Whether the segment is known to the worker."""
-        return segment in self._mapped
+    def maps(self, segment: int, *, writable: bool = False) -> bool:
+        """Whether the segment is known to the worker, as one that it may write to where asked."""
+        return self._mapped.get(segment, False) or (segment in self._mapped and not writable)
 
-    def map_segment(self, segment: int, nbytes: int, fd: int) -> None:
+    def map_segment(self, segment: int, nbytes: int, fd: int, *, writable: bool = False) -> None:
         """Make a segment known to the worker. `fd` must outlive the next `flush`es of it."""
+        if segment in self._mapped:
+            self.send(UnmapSegment(segment))
         # Sent before the next frame is queued: the descriptor must outlive its frame.
         try:
-            self._channel.send(MapSegment(segment, nbytes), (fd,))
+            self._channel.send(MapSegment(segment, nbytes, writable), (fd,))
         except ChannelClosed as exc:
             raise self.death() from exc
-        self._mapped.add(segment)
+        self._mapped[segment] = writable
 
     def unmap_dead(self, live: Container[int]) -> None:
         """Let the worker drop every segment that is not in `live`."""
         for segment in [number for number in self._mapped if number not in live]:
             self.send(UnmapSegment(segment))
-            self._mapped.discard(segment)
+            del self._mapped[segment]
 
     def flush(self) -> None:
         """Send what waits.
@@ -260,14 +262,16 @@ def import_path() -> tuple[str, ...]:
 
     "" is the current directory; a worker's is not always the trainer's.
     """
-    return tuple(path or _current_directory() for path in sys.path)
+    # Nothing can be imported from a directory that was removed.
+    return tuple(path or current_directory("/nonexistent") for path in sys.path)
 
 
-def _current_directory() -> str:
+def current_directory(if_removed: str = "/") -> str:
+    """This process's, or `if_removed` where it does not exist any more."""
     try:
         return os.getcwd()
     except FileNotFoundError:
-        return "/nonexistent"  # it was removed: nothing can be imported from it
+        return if_removed
 
 
 def _execute(command: list[str], theirs: socket.socket) -> subprocess.Popen[bytes]:

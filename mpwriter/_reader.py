@@ -1,7 +1,7 @@
 """FsspecReader: the storage reader for `dcp.load`.
 
 Runs in: trainer. Files are read by threads of this process, where its filesystem lets several read
-at once; see `mpwriter._fetch`.
+at once, and by workers, where much of an object store is to be read; see `mpwriter._fetch`.
 
     read_metadata -> set_up_storage_reader -> prepare_local_plan -> prepare_global_plan -> read_data
 """
@@ -49,8 +49,11 @@ class FsspecReader(StorageReader):
         path: a local path or an fsspec URL of the checkpoint's directory.
         _extension_registry: makes the stream transforms that a checkpoint was saved with; None:
             those that torch knows.
-        num_workers: reads at the same time, at most. None: the cores that this rank may use on a
-            local disk, 10 on an object store. Other filesystems are read by one thread.
+        num_workers: at most so many threads read a local disk; None: the cores of this rank. An
+            object store is read by the trainer's threads with 10 requests on their way, a large
+            load (256 MiB for each) by worker processes with as many requests each; at most
+            `num_workers` of them, None: this rank's share of the cores, 1 to 8. Other filesystems
+            are read by one thread.
         verify: compare the CRC-32 of everything that is read. Checkpoints of the stock writers
             have CRCs too, unless torch.serialization.set_crc32_options(False) was in force.
         timeout_s: the longest to wait for one read, in seconds; None: 600.

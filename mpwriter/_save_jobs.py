@@ -18,7 +18,7 @@ from mpwriter._compat import storage_info
 from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
 from mpwriter._planning import item_nbytes, shard_name, split_into_buckets
-from mpwriter._process import import_path
+from mpwriter._process import current_directory, import_path
 from mpwriter._report import RankReport, SaveReport
 from mpwriter._staging_kinds import tensor_spec
 from mpwriter._staging_ties import TieTable
@@ -112,7 +112,7 @@ def job_starter(
     pickled: tuple[Any, Any] = (None, None)
     if not in_trainer_only:
         pickled = (pickled_filesystem(fs), options.pickled_extensions if extended else None)
-    cwd, umask, paths = _current_directory(), _current_umask(), import_path()
+    cwd, umask, paths = current_directory(), _current_umask(), import_path()
 
     def start(job: Job, attempt: int, in_trainer: bool) -> StartJob:
         filesystem, extensions = own if in_trainer else pickled
@@ -208,13 +208,6 @@ class Payload(SavePlanner):
         raise AssertionError("there is nothing to plan")
 
     create_local_plan = create_global_plan = finish_plan = set_up_planner  # type: ignore[assignment]
-
-
-def _current_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # removed under the trainer
-        return "/"
 
 
 def _current_umask() -> int:

@@ -10,7 +10,13 @@ Worker to trainer:
 
     Ready   JobStarted   (Progress | Ack)*   JobDone | JobFailed | JobRefused
 
-Tensors and bytes never travel in a message: a `Put` names ranges of a shared-memory segment.
+Of a load, where workers read ranges of files into shared memory:
+
+    MapSegment  StartReads  ReadRange*  EndReads          to the worker
+    JobStarted | JobRefused   (RangeRead | RangeFailed)*  from it, in any order
+
+Tensors and bytes never travel in a message: `Put` and `ReadRange` name ranges of a shared-memory
+segment.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ __all__ = [
     "AbortJob",
     "Ack",
     "EndJob",
+    "EndReads",
     "ErrorRecord",
     "Extent",
     "ItemSpec",
@@ -35,8 +42,12 @@ __all__ = [
     "Message",
     "Progress",
     "Put",
+    "RangeFailed",
+    "RangeRead",
+    "ReadRange",
     "Ready",
     "StartJob",
+    "StartReads",
     "UnmapSegment",
 ]
 
@@ -74,6 +85,7 @@ class MapSegment:
 
     segment: int
     nbytes: int
+    writable: bool = False  # for loads: the worker reads files into it
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,7 @@ class ErrorRecord:
     path: str | None
     traceback: str
     transient: bool  # a further try may succeed
+    absent: bool = False  # there is no such file
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,49 @@ class JobRefused:
     reason: str
 
 
+@dataclass(frozen=True)
+class StartReads:
+    """The trainer will ask for ranges of files of this filesystem; fields as in `StartJob`."""
+
+    job: int
+    filesystem: bytes
+    num_requests: int  # on their way at the same time
+    cwd: str
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadRange:
+    """Read `nbytes` bytes at `start` of the file to `offset` of the segment."""
+
+    job: int
+    number: int
+    path: str
+    start: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class EndReads:
+    job: int
+
+
+@dataclass(frozen=True)
+class RangeRead:
+    job: int
+    number: int
+    nbytes: int  # fewer than asked for at the file's end only
+
+
+@dataclass(frozen=True)
+class RangeFailed:
+    job: int
+    number: int
+    error: ErrorRecord
+
+
 Message = Union[
     MapSegment,
     UnmapSegment,
@@ -208,6 +264,9 @@ Message = Union[
     Put,
     EndJob,
     AbortJob,
+    StartReads,
+    ReadRange,
+    EndReads,
     Ready,
     JobStarted,
     Progress,
@@ -215,4 +274,6 @@ Message = Union[
     JobDone,
     JobFailed,
     JobRefused,
+    RangeRead,
+    RangeFailed,
 ]

@@ -11,6 +11,8 @@ Runs in: worker. Imports no torch, reads no `__main__` of the trainer, opens no 
                           <----------------  Ack: those extents are free
     EndJob                ---------------->  publish
                           <----------------  JobDone | JobFailed | JobRefused
+    StartReads, ReadRange* --------------->  ReadJob: fill the mapped segment, for a load
+                          <----------------  JobStarted | JobRefused, RangeRead | RangeFailed
     (closes, or dies)                        exits
 
 The process ends when its channel does, and within a second of the trainer's death even where a
@@ -34,13 +36,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mpwriter._channel import Channel, ChannelClosed
+from mpwriter._channel import Channel, ChannelClosed, Mailbox
 from mpwriter._faults import error_record
 from mpwriter._job import FileJob, JobParts
+from mpwriter._readjob import ReadJob
 from mpwriter._types import (
     AbortJob,
     Ack,
     EndJob,
+    EndReads,
     ErrorRecord,
     JobFailed,
     JobRefused,
@@ -49,8 +53,10 @@ from mpwriter._types import (
     Message,
     Progress,
     Put,
+    ReadRange,
     Ready,
     StartJob,
+    StartReads,
     UnmapSegment,
 )
 
@@ -97,6 +103,7 @@ class JobServer:
     Args:
         reply: called with every answer.
         take_fd: gives the descriptor that came with a MapSegment.
+        reply_later: the same as `reply`, for any thread; None where there are no loads to serve.
         owns_process: whether the working directory and the umask may be set to the trainer's.
     """
 
@@ -104,10 +111,12 @@ class JobServer:
         self,
         reply: Callable[[Message], None],
         take_fd: Callable[[], int],
+        reply_later: Callable[[Message], None] | None = None,
         *,
         owns_process: bool = True,
     ) -> None:
         self._reply = reply
+        self._reply_later = reply_later
         self._take_fd = take_fd
         self._owns_process = owns_process
         self._mappings: dict[int, mmap.mmap] = {}
@@ -117,6 +126,7 @@ class JobServer:
         self._path = ""
         self._filesystem: Any = None
         self._spoke_s = 0.0
+        self._reads: ReadJob | None = None
 
     def handle(self, message: Message) -> None:
         """Serve one message. An error of the job is answered, never raised.
@@ -137,6 +147,10 @@ class JobServer:
             self._guarded(
                 self._put if isinstance(message, Put) else self._end, message, message.job
             )
+        elif isinstance(message, StartReads):
+            self._begin_reads(message)
+        elif self._reads is not None and isinstance(message, (ReadRange, EndReads)):
+            self._go_on_reading(message, self._reads)
 
     def close(self) -> None:
         """Discard an unfinished job and unmap everything."""
@@ -158,12 +172,8 @@ class JobServer:
     def _begin(self, start: StartJob) -> None:
         self._path = start.path
         if self._owns_process:
-            # A deleted working directory is no reason to fail: paths are absolute.
-            with contextlib.suppress(OSError):
-                os.chdir(start.cwd)
+            self._settle_in(start)
             os.umask(start.umask)
-            if start.sys_path and sys.path != list(start.sys_path):
-                sys.path[:] = start.sys_path  # the trainer's has changed since this process began
         try:
             parts = JobParts.of(start)
         except Exception as exc:
@@ -175,6 +185,35 @@ class JobServer:
         self._job = FileJob(start, parts, self.buffers, self._progressed)
         self._spoke_s = time.monotonic()
         self._reply(JobStarted(start.job))
+
+    def _begin_reads(self, start: StartReads) -> None:
+        assert self._reply_later is not None
+        self._settle_in(start)
+        try:
+            self._reads = ReadJob(start, self._reply_later)
+        except Exception as exc:
+            # The filesystem's class is not to be had in this process, or no thread.
+            self._reply(JobRefused(start.job, f"{type(exc).__name__}: {exc}"))
+            return
+        self._reply(JobStarted(start.job))
+
+    def _go_on_reading(self, message: ReadRange | EndReads, reads: ReadJob) -> None:
+        if message.job != reads.number:
+            return
+        if isinstance(message, EndReads):
+            reads.close()
+            self._reads = None
+        else:
+            buffer = self.buffers[message.segment]
+            reads.read(message, buffer[message.offset : message.offset + message.nbytes])
+
+    def _settle_in(self, start: StartJob | StartReads) -> None:
+        """Take on what the trainer's paths and modules mean to it now."""
+        # A deleted working directory is no reason to fail: paths are absolute.
+        with contextlib.suppress(OSError):
+            os.chdir(start.cwd)
+        if start.sys_path and sys.path != list(start.sys_path):
+            sys.path[:] = start.sys_path  # the trainer's has changed since this process began
 
     def _put(self, put: Put) -> None:
         assert self._job is not None
@@ -208,7 +247,8 @@ class JobServer:
     def _map(self, message: MapSegment) -> None:
         fd = self._take_fd()
         try:
-            mapping = mmap.mmap(fd, message.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if message.writable else 0)
+            mapping = mmap.mmap(fd, message.nbytes, mmap.MAP_SHARED, access)
         finally:
             os.close(fd)
         self._mappings[message.segment] = mapping
@@ -247,13 +287,17 @@ def main(fd: int, trainer_pid: int) -> None:
 
 
 def _serve(channel: Channel) -> None:
-    server = JobServer(channel.send, channel.take_fd)
+    answers: Mailbox[Message] = Mailbox()
+    server = JobServer(channel.send, channel.take_fd, answers.put)
     poll = select.poll()
+    poll.register(answers, select.POLLIN)
     try:
         channel.send(Ready(os.getpid()))
         while True:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.wants_write else 0))
             poll.poll()
+            for answer in answers.take():
+                channel.send(answer)
             channel.flush()
             for message in channel.receive():
                 server.handle(message)

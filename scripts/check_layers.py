@@ -37,7 +37,7 @@ LAYERS: list[list[set[str]]] = [
         {"_planning"},
     ],
     [
-        {"_worker", "_job"},
+        {"_worker", "_job", "_readjob"},
         {
             *("_arena", "_admission", "_allocator", "_holdings", "_leasing"),
             *("_pinning", "_segment", "_shortage"),
@@ -48,7 +48,7 @@ LAYERS: list[list[set[str]]] = [
         {
             *("_storage", "_credentials", "_direct", "_faults", "_filesystems"),
             *("_leftovers", "_publish"),
-            *("_multipart", "_redact", "_retry", "_sink"),
+            *("_multipart", "_ranges", "_redact", "_retry", "_sink"),
         },
         {"_metadata"},
         {"_channel"},

@@ -36,6 +36,7 @@ class AsyncLikeFile(AbstractBufferedFile):
 
 class AsyncLikeFileSystem(AsyncFileSystem):
     protocol = "asynclike"
+    cachable = False  # an instance has its coroutines bound: one of before would miss a patch
     root_marker = "/"
     mpwriter_publishing = "close"
 

@@ -298,7 +298,7 @@ def test_load_asks_for_many_ranges_at_once_when_the_store_is_far(
     saved: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F15: parts of large items side by side, none of them more than once."""
-    monkeypatch.setattr(_fetch_source, "_REMOTE_PART_BYTES", 2**18)
+    monkeypatch.setattr(_fetch_source, "PART_BYTES", 2**18)
     asked: list[tuple[str, int, int]] = []
     meeting = threading.Barrier(4, timeout=30)
     real = AsyncLikeFileSystem._cat_file
