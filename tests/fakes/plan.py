@@ -151,7 +151,9 @@ class FaultPlan:
     def calls(self, op: str | None = None, name: str = "*", *, phase: str = "end") -> list[Call]:
         """Calls in the order in which they ended (or began), of all processes."""
         log = self.folder / "log.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
+        text = log.read_text() if log.exists() else ""
+        # Other processes write meanwhile: what is behind the last newline is half a line.
+        lines = text[: text.rfind("\n") + 1].splitlines()
         calls = [Call(**json.loads(line)) for line in lines]
         return [
             call

@@ -159,11 +159,13 @@ def test_workers_end_when_a_fork_of_the_trainer_holds_their_channels(
 
 
 _IS_INTERRUPTED = """
-import sys
+import os, sys, time
 from tests.saves import *
 url, plan = sys.argv[1:]
 save(url, small_state(1), plan=plan)
 print("saved")
+while not os.path.exists(plan + "/go on"):
+    time.sleep(0.01)
 try:
     save(url, small_state(2, num_tensors=8, numel=150_000), plan=plan)
 except BaseException as error:
@@ -188,6 +190,7 @@ def test_save_raises_one_keyboard_interrupt_when_ctrl_c_is_pressed(
     num_before = len(plan.calls(op, "__0_*", phase="begin"))
     workers = trainer.workers()
     plan.add(op, "__0_*", sleep_s=1.0, times=2)
+    (plan.folder / "go on").touch()
     wait_until(lambda: len(plan.calls(op, "__0_*", phase="begin")) == num_before + 2)
     trainer.interrupt_group()
     trainer.assert_succeeded()
