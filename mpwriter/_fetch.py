@@ -13,7 +13,6 @@ Runs in: trainer.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,13 +26,10 @@ from mpwriter._fetch_file import Buffer, ShardFile
 from mpwriter._fetch_plan import MAX_RANGE_BYTES, ByteRange, plan_reads
 from mpwriter._fetch_source import lane_for
 from mpwriter._ranges import has_ranges
-from mpwriter._report import ProgressLine
+from mpwriter._report import LoadReport, ProgressLine
 from mpwriter._storage import Location
 
 __all__ = ["fetch"]
-
-_logger = logging.getLogger(__name__)
-_GIB = 1 << 30
 
 # As long as the writer waits for a worker without progress.
 DEFAULT_TIMEOUT_S = 600.0
@@ -49,8 +45,8 @@ def fetch(
     progress: bool,
     num_workers: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    log_level: int = logging.INFO,
-) -> None:
+    rank: int = 0,
+) -> LoadReport:
     """Read every item and deliver it. A file that holds none of them is not opened.
 
     Args:
@@ -63,7 +59,7 @@ def fetch(
         num_workers: threads that read a local disk, or processes that read a store, at most; None:
             as many as pay.
         timeout_s: the longest to wait for one read, where threads read.
-        log_level: of the summary.
+        rank: of this process, for the report.
 
     Raises:
         IncompleteCheckpointError, CorruptCheckpointError, StorageError: see `ShardFile.read`.
@@ -82,20 +78,30 @@ def fetch(
         alone_bytes=None if lane is None else lane.place_bytes,
     )
     total_bytes = sum(span.stop - span.start for spans in files.values() for span in spans)
+    num_processes = 0
     line = ProgressLine("loading", total_bytes, progress)
     try:
         if lane is None or not files:
             _fetch_in_turn(location, files, delivery, line, retries)
         else:
             lane = lane.with_crew(num_workers, total_bytes)
+            num_processes = lane.num_processes
             with Ahead(location, lane, delivery, retries=retries, timeout_s=timeout_s) as ahead:
                 for arrived in ahead.read(files):
                     _deliver(arrived, delivery)
                     line.advance(arrived.span.stop - arrived.span.start)
     finally:
         line.close()
-    elapsed_s = time.monotonic() - began_s
-    _log(log_level, location, delivery, len(files), total_bytes, elapsed_s)
+    return LoadReport(
+        checkpoint_id=location.display,
+        rank=rank,
+        items=delivery.num_items,
+        unverified=delivery.num_unverified,
+        nbytes=total_bytes,
+        files=len(files),
+        num_workers=num_processes,
+        read_s=time.monotonic() - began_s,
+    )
 
 
 def _fetch_in_turn(
@@ -123,24 +129,3 @@ def _deliver(arrived: Arrived, delivery: Delivery) -> None:
     for item in span.items:
         begin = item.offset - span.start
         delivery.deliver(item, view[begin : begin + item.length], display, prepared)
-
-
-def _log(
-    level: int,
-    location: Location,
-    delivery: Delivery,
-    num_files: int,
-    nbytes: int,
-    elapsed_s: float,
-) -> None:
-    rate = nbytes / _GIB / elapsed_s if elapsed_s > 0 else 0.0
-    _logger.log(
-        level, "read %d items, %d bytes of %d files in %.3f s (%.2f GiB/s) from %s",
-        delivery.num_items, nbytes, num_files, elapsed_s, rate, location.display,
-    )  # fmt: skip
-    if delivery.num_unverified:
-        _logger.log(
-            level,
-            "%d of these items are unverified: read in part, or their files hold no CRC",
-            delivery.num_unverified,
-        )

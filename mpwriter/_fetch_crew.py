@@ -105,6 +105,7 @@ class Crew:
         job: of the messages.
 
     Attributes:
+        num_workers: that were given.
         num_requests: that can be on their way at the same time.
     """
 
@@ -118,6 +119,7 @@ class Crew:
         arena: Arena,
     ) -> None:
         self._members = [_Member(worker) for worker in workers]
+        self.num_workers = len(workers)
         self._window = window
         self._job = job
         self._pool = pool

@@ -81,6 +81,11 @@ class Lane(NamedTuple):
         """An item of this length or more is read into its target, where that is possible."""
         return MIN_PLACE_BYTES if self.in_place else self.part_bytes
 
+    @property
+    def num_processes(self) -> int:
+        """Worker processes that read."""
+        return 0 if self.crew is None else self.crew.num_workers
+
     def open(self, path: str) -> Source:
         """Open a file.
 

@@ -31,7 +31,7 @@ from mpwriter._fetch_plan import plan_reads
 from mpwriter._options import check_storage_options
 from mpwriter._reader_absence import UnreadableMetadata, explain_absence, renewed
 from mpwriter._reader_agreement import RankView, check_agreement, with_view, without_views
-from mpwriter._report import EventHandler
+from mpwriter._report import LoadEvent, LoadEventHandler, LoadReport
 from mpwriter._storage import locate, read_file
 from mpwriter.errors import (
     CorruptCheckpointError,
@@ -40,6 +40,8 @@ from mpwriter.errors import (
 )
 
 __all__ = ["FsspecReader"]
+
+_logger = logging.getLogger(__name__)
 
 
 class FsspecReader(StorageReader):
@@ -59,13 +61,17 @@ class FsspecReader(StorageReader):
         timeout_s: the longest to wait for one read, in seconds; None: 600.
         retries: how often a read is tried again after an error that may pass.
         progress: draw a line on stderr while reading, on the coordinator.
-        event_handler: not used yet.
+        event_handler: called with a `LoadEvent` in the thread that loads: at the start, at the end,
+            on failure. What it raises at the start fails the load.
         **storage_options: for the filesystem; kept over `reset`.
 
     Raises:
         TypeError: a keyword looks like a misspelt option, or the path is none.
         ValueError: the path or an option makes no sense.
         ImportError: the package for its protocol is not installed.
+
+    Attributes:
+        last_report: of the last load that went well; None before.
 
     Thread safety: one load at a time. Any thread.
     """
@@ -80,7 +86,7 @@ class FsspecReader(StorageReader):
         timeout_s: float | None = None,
         retries: int = 3,
         progress: bool = False,
-        event_handler: EventHandler | None = None,
+        event_handler: LoadEventHandler | None = None,
         **storage_options: Any,
     ) -> None:
         super().__init__()
@@ -91,6 +97,7 @@ class FsspecReader(StorageReader):
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._event_handler = event_handler
+        self.last_report: LoadReport | None = None
         self._verify = verify
         self._retries = retries
         self._progress = progress
@@ -263,9 +270,22 @@ class FsspecReader(StorageReader):
             ShapeMismatchError: a target has another shape than what is stored.
             StorageError: a file cannot be read.
         """
+        self._tell("load_started")
+        try:
+            self.last_report = self._fetch(plan, planner)
+        except BaseException as error:
+            self._tell_quietly("load_failed", error)
+            raise
+        self._log(self.last_report)
+        self._tell_quietly("load_finished")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _fetch(self, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
         entries = {} if self._metadata is None else self._metadata.state_dict_metadata
         delivery = Delivery(planner, entries, verify=self._verify, extensions=self._extensions)
-        fetch(
+        return fetch(
             self._location,
             plan.items,
             self.storage_data,
@@ -274,11 +294,31 @@ class FsspecReader(StorageReader):
             progress=self._progress and self._is_coordinator,
             num_workers=self._num_workers,
             timeout_s=self._timeout_s or DEFAULT_TIMEOUT_S,
-            log_level=logging.INFO if self._is_coordinator else logging.DEBUG,
+            rank=self.rank or 0,
         )
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+
+    def _log(self, report: LoadReport) -> None:
+        level = logging.INFO if self._is_coordinator else logging.DEBUG
+        _logger.log(level, "%s: %s", report.checkpoint_id, report.summary())
+        if report.unverified:
+            _logger.log(
+                level,
+                "%d of these items are unverified: read in part, or their files hold no CRC",
+                report.unverified,
+            )
+
+    def _tell(self, name: str, error: BaseException | None = None) -> None:
+        if self._event_handler is not None:
+            report = self.last_report if name == "load_finished" else None
+            where, rank = self._location.display, self.rank or 0
+            self._event_handler(LoadEvent(name, where, rank, report, error))
+
+    def _tell_quietly(self, name: str, error: BaseException | None = None) -> None:
+        """What has happened has happened: a handler cannot change it."""
+        try:
+            self._tell(name, error)
+        except Exception:
+            _logger.exception("The event handler failed at %s", name)
 
 
 _OPTIONS = tuple(inspect.signature(FsspecReader.__init__).parameters)[1:-1]

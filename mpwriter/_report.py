@@ -1,4 +1,4 @@
-"""What a save has done: figures for the log, `last_report`, progress and event handlers.
+"""What a save or a load has done: figures for the log, `last_report`, progress, event handlers.
 
 Runs in: trainer. Imports no torch.
 """
@@ -13,6 +13,9 @@ from typing import TextIO
 
 __all__ = [
     "EventHandler",
+    "LoadEvent",
+    "LoadEventHandler",
+    "LoadReport",
     "ProgressLine",
     "RankReport",
     "SaveEvent",
@@ -164,6 +167,60 @@ class SaveEvent:
 EventHandler = Callable[[SaveEvent], None]
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """One load of one rank.
+
+    Attributes:
+        checkpoint_id: from where, without credentials; rank: as DCP gave it, 0 where it did not.
+        items: stored items that were read; unverified: those of them that no checksum covers.
+        nbytes: bytes asked for; files: in how many files.
+        num_workers: worker processes that were engaged; 0: read in the trainer alone.
+        read_s: `read_data` as a whole.
+    """
+
+    checkpoint_id: str
+    rank: int
+    items: int
+    unverified: int
+    nbytes: int
+    files: int
+    num_workers: int
+    read_s: float
+
+    @property
+    def gib_per_s(self) -> float:
+        """GiB per second of `read_data`."""
+        return self.nbytes / _GIB / self.read_s if self.read_s > 0 else 0.0
+
+    def summary(self) -> str:
+        """One line for the log."""
+        return (
+            f"read {self.items} items, {self.nbytes} bytes of {self.files} files in "
+            f"{self.read_s:.3f} s ({self.gib_per_s:.2f} GiB/s)"
+            + (f" by {self.num_workers} workers" if self.num_workers else "")
+        )
+
+
+@dataclass(frozen=True)
+class LoadEvent:
+    """Told to an event handler, in the thread that loads.
+
+    Attributes:
+        name: "load_started", "load_finished", "load_failed".
+        report: of "load_finished". error: of "load_failed".
+    """
+
+    name: str
+    checkpoint_id: str
+    rank: int
+    report: LoadReport | None = None
+    error: BaseException | None = None
+
+
+LoadEventHandler = Callable[[LoadEvent], None]
+
+
 def merge_workers(reports: list[WorkerReport]) -> tuple[WorkerReport, ...]:
     """One entry per worker, in the order of their numbers."""
     merged: dict[int | None, WorkerReport] = {}
@@ -175,7 +232,7 @@ def merge_workers(reports: list[WorkerReport]) -> tuple[WorkerReport, ...]:
 
 @dataclass
 class ProgressLine:
-    """A line on stderr that follows the bytes of a save; silent where `enabled` is false."""
+    """A line on stderr that follows the bytes of a save or load; none where not `enabled`."""
 
     label: str
     total_bytes: int

@@ -48,6 +48,7 @@ from mpwriter._compat import HAS_RANK_METADATA, storage_info
 from mpwriter._container import frame
 from mpwriter._reader import FsspecReader
 from mpwriter._reader_agreement import RankView, check_agreement, with_view, without_views
+from mpwriter._report import LoadEvent
 from mpwriter.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -56,6 +57,7 @@ from mpwriter.errors import (
     StorageError,
 )
 from tests.fakes import FaultPlan
+from tests.states import shard_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -826,7 +828,55 @@ def test_load_logs_one_line_when_all_is_well(
     with caplog.at_level(logging.INFO, "mpwriter"):
         load(blank(FLAT), FsspecReader(flat_dir))
     (record,) = [r for r in caplog.records if r.name.startswith("mpwriter")]
-    assert record.getMessage().startswith("read 3 items, ")
+    assert record.getMessage().startswith(f"{flat_dir}: read 3 items, ")
+
+
+def test_load_reports_what_it_read(flat_dir: Path) -> None:
+    reader = FsspecReader(flat_dir)
+    assert reader.last_report is None
+    load(blank(FLAT), reader)
+    report = reader.last_report
+    assert report is not None
+    assert report.checkpoint_id == str(flat_dir)
+    assert (report.items, report.unverified, report.rank, report.num_workers) == (3, 0, 0, 0)
+    assert report.files == len(shard_names(flat_dir))
+    size = sum((flat_dir / name).stat().st_size for name in shard_names(flat_dir))
+    assert 0 < report.nbytes <= size
+    assert report.gib_per_s > 0
+
+
+def test_load_tells_an_event_handler_what_happens(flat_dir: Path) -> None:
+    events: list[LoadEvent] = []
+    reader = FsspecReader(flat_dir, event_handler=events.append)
+    load(blank(FLAT), reader)
+    assert [event.name for event in events] == ["load_started", "load_finished"]
+    assert events[0].report is None and events[1].report is reader.last_report
+    (flat_dir / shard_names(flat_dir)[0]).unlink()
+    error = load_error(blank(FLAT), reader)
+    assert [event.name for event in events[2:]] == ["load_started", "load_failed"]
+    assert events[3].error is error and events[3].report is None
+
+
+@pytest.mark.parametrize("when", ["load_started", "load_finished", "load_failed"])
+def test_load_is_what_it_is_when_an_event_handler_raises(
+    when: str, flat_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only at the start can it say no."""
+
+    def handle(event: LoadEvent) -> None:
+        if event.name == when:
+            raise LookupError("not today")
+
+    reader = FsspecReader(flat_dir, event_handler=handle)
+    if when == "load_started":
+        assert isinstance(load_error(blank(FLAT), reader), LookupError)
+        return
+    if when == "load_failed":
+        (flat_dir / shard_names(flat_dir)[0]).unlink()
+        assert isinstance(load_error(blank(FLAT), reader), IncompleteCheckpointError)
+    else:
+        assert_equal(load(blank(FLAT), reader), FLAT)
+    assert "not today" in caplog.text
 
 
 def test_load_raises_when_the_metadata_names_no_place(flat_dir: Path) -> None:
