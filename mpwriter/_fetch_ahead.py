@@ -133,21 +133,28 @@ class Ahead:
         if size is not None and size < span.stop:
             # Now: no memory is claimed for bytes that do not exist.
             raise cut_off(display, next(i for i in span.items if i.stop > size), size)
+        reading = self._in_place(name, span, display, source)
+        self._readings.append(reading or self._in_buffer(name, span, display, source))
+
+    def _in_place(
+        self, name: str, span: ByteRange, display: str, source: Source
+    ) -> _Reading | None:
+        """Begin to read a large payload straight into its target; None where that is not to be."""
         alone = span.items[0] if len(span.items) == 1 else None
-        place = None
-        if alone is not None and alone.length >= self._lane.place_bytes:
-            place = self._delivery.place(name, alone)
-        if place is not None:
-            calls = (
-                [place_fill(place, source)]
-                if self._lane.in_place
-                else [part_of_place(source, *part) for part in place.ask(self._lane.part_bytes)]
-            )
-            parts = [
-                self._threads.submit(self._retried(call, span, display, source)) for call in calls
-            ]
-            self._readings.append(_Reading(name, display, span, source, None, None, place, parts))
-            return
+        if alone is None or alone.length < self._lane.place_bytes:
+            return None
+        place = self._delivery.place(name, alone)
+        if place is None:
+            return None
+        calls = (
+            [place_fill(place, source)]
+            if self._lane.in_place
+            else [part_of_place(source, *part) for part in place.ask(self._lane.part_bytes)]
+        )
+        parts = [self._threads.submit(self._retried(call, span, display, source)) for call in calls]
+        return _Reading(name, display, span, source, None, None, place, parts)
+
+    def _in_buffer(self, name: str, span: ByteRange, display: str, source: Source) -> _Reading:
         nbytes = span.stop - span.start
         buffer = self._buffers.pop() if self._buffers else Buffer()
         view = buffer.room(span.start, nbytes)
@@ -156,7 +163,7 @@ class Ahead:
             self._threads.submit(self._part(source, span, view, begin, display))
             for begin in range(0, nbytes or 1, self._lane.part_bytes)
         ]
-        self._readings.append(_Reading(name, display, span, source, buffer, view, None, parts))
+        return _Reading(name, display, span, source, buffer, view, None, parts)
 
     def _source(self, name: str, span: ByteRange, display: str) -> Source:
         if name not in self._sources:
