@@ -22,12 +22,12 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SETUP := $(VENV)/.setup-done
 SERVERS := $(VENV)/.servers-done
 
-.PHONY: help setup test test-quick test-oldest faults soak simulate check format demo bench clean FORCE
+.PHONY: help setup test test-all test-oldest faults soak simulate check format demo bench clean FORCE
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test         set up, check, and run all tests (PYTEST_ARGS='-k name')"
-	@echo "make test-quick   the same without the tests marked slow"
+	@echo "make test         set up, check, and run the tests (PYTEST_ARGS='-k name')"
+	@echo "make test-all     the same with the tests marked slow, as where CI is set"
 	@echo "make test-oldest  the tests with $(OLDEST_TORCH), in .venv-oldest"
 	@echo "make faults       fault table and replay check, REPEAT=20 times in a row, with counts"
 	@echo "make soak         500 saves by two ranks with random faults, at most 10 minutes (SOAK_ARGS)"
@@ -42,11 +42,12 @@ help:
 
 setup: $(SETUP) $(SERVERS)
 
+# With CI set, as continuous integration does, all tests.
 test: check $(SERVERS)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(if $(CI),,-m "not slow") $(PYTEST_ARGS)
 
-test-quick: check $(SERVERS)
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+test-all: check $(SERVERS)
+	$(PY) -m pytest $(PYTEST_ARGS)
 
 # The types are checked against one torch only, the one of `make check`.
 test-oldest:

@@ -23,11 +23,13 @@ import asyncio
 import contextlib
 import errno
 import logging
+import mmap
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from mpwriter._leftovers import is_of_a_save, is_shard_of_save
+from mpwriter._multipart_buffers import part_buffers
 from mpwriter._multipart_part import PartBody, upload_part
 from mpwriter._sink_base import Sink
 
@@ -46,9 +48,6 @@ _PART_BYTES = 8 << 20
 _PARTS_OF_A_SIZE = 2_000
 # Copies of parts that a file holds at once, one more that is being filled not counted.
 _IN_FLIGHT_BYTES = 64 << 20
-
-# Of the buffer of a file's first part; it grows to a whole one.
-_FIRST_BYTES = 256 << 10
 
 # How long cancelled requests have to end before the upload is aborted.
 _CANCEL_S = 10.0
@@ -82,12 +81,10 @@ class MultipartSink(Sink):
         own = size == type(fs).default_block_size
         self._part_bytes = _PART_BYTES if own else max(int(size), _MIN_PART_BYTES)
         self._grows = own and not getattr(fs, "fixed_upload_size", False)
-        self._part = bytearray()
+        self._part: mmap.mmap | None = None
         self._filled = 0  # bytes of it that count
-        # Buffers of parts that have arrived: a new one costs as much in page faults as its copy.
-        self._spare: list[bytearray] = []
         self._upload: Future[dict[str, Any]] | None = None  # that there is one, and its id
-        self._on_the_way: dict[Future[Any], tuple[int, bytearray]] = {}  # -> number, buffer
+        self._on_the_way: dict[Future[Any], tuple[int, mmap.mmap]] = {}  # -> number, buffer
         self._parts: dict[int, dict[str, Any]] = {}
         self._num_parts = 0
         self._completing = False
@@ -100,8 +97,6 @@ class MultipartSink(Sink):
         self._broken = True
         self._look()
         while view:
-            if not self._filled:
-                self._take_buffer(len(view))
             taken = view[: self._part_bytes - self._filled]
             self._fill(taken)
             self.position += len(taken)
@@ -112,17 +107,10 @@ class MultipartSink(Sink):
 
     # -- parts ---------------------------------------------------------------------------
 
-    def _take_buffer(self, expected: int) -> None:
-        if self._spare and len(self._spare[-1]) == self._part_bytes:
-            self._part = self._spare.pop()
-        else:
-            # A small file, as `.metadata`, needs no whole part; growing keeps what is there.
-            self._part = bytearray(min(self._part_bytes, max(expected, _FIRST_BYTES)))
-
     def _fill(self, chunk: memoryview) -> None:
+        if self._part is None:
+            self._part = part_buffers.take(self._part_bytes)
         end = self._filled + len(chunk)
-        if end > len(self._part):
-            self._part.extend(bytes(self._part_bytes - len(self._part)))
         self._part[self._filled : end] = chunk
         self._filled = end
 
@@ -138,7 +126,8 @@ class MultipartSink(Sink):
             # Not waited for: parts are filled meanwhile, and leave as soon as it is there.
             self._upload = self._start("create_multipart_upload")
         self._wait_for_room(last)
-        part, self._part = self._part, bytearray()
+        part, self._part = self._part, None
+        assert part is not None
         body = PartBody(part, self._filled)
         self._filled = 0
         self._num_parts += 1
@@ -170,7 +159,7 @@ class MultipartSink(Sink):
         for sent in [future for future in self._on_the_way if future.done()]:
             number, buffer = self._on_the_way.pop(sent)
             answer = sent.result()
-            self._spare.append(buffer)
+            part_buffers.give_back(buffer)
             named = {name: answer[name] for name in answer if name.startswith("Checksum")}
             named.pop("ChecksumType", None)  # of the whole object; refused as a part's
             self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **named}
@@ -183,7 +172,10 @@ class MultipartSink(Sink):
             # A bytearray, no bytes: those the client wraps into a file, and for a file it asks the
             # server for leave before it sends it, which takes a round trip more.
             # Source: botocore.handlers.convert_body_to_file_like_object, add_expect_header.
-            self._call("put_object", Body=self._part[: self._filled])
+            part, self._part = self._part, None
+            self._call("put_object", Body=bytearray(part[: self._filled] if part else b""))
+            if part is not None:
+                part_buffers.give_back(part)
             return
         if self._filled:
             self._send_part(last=True)

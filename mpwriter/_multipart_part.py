@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import mmap
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -32,7 +33,7 @@ class PartBody:
     Source: aiobotocore.httpsession, _IOBaseWrapper; aiohttp.payload.IOBasePayload.
     """
 
-    def __init__(self, buffer: bytearray, nbytes: int) -> None:
+    def __init__(self, buffer: bytearray | mmap.mmap, nbytes: int) -> None:
         self._view = memoryview(buffer)[:nbytes]
         self._position = 0
 
