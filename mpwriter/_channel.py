@@ -165,31 +165,25 @@ class Mailbox(Generic[_T]):
 
     def __init__(self) -> None:
         self._entries: deque[_T] = deque()
-        self._ours, self._theirs = socket.socketpair()
-        self._ours.setblocking(False)
-        self._theirs.setblocking(False)
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
         """Readable when there is something to take."""
-        return self._ours.fileno()
+        return self._fd
 
     def put(self, entry: _T) -> None:
         """Thread-safe."""
         self._entries.append(entry)
-        # Where the buffer is full, what is in it wakes the reader.
-        with contextlib.suppress(BlockingIOError):
-            self._theirs.send(b"\0")
+        os.eventfd_write(self._fd, 1)
 
     def take(self) -> list[_T]:
         """All that has come, in order."""
         with contextlib.suppress(BlockingIOError):
-            while self._ours.recv(_RECEIVE_BYTES):
-                pass
+            os.eventfd_read(self._fd)
         return [self._entries.popleft() for _ in range(len(self._entries))]
 
     def close(self) -> None:
-        self._ours.close()
-        self._theirs.close()
+        os.close(self._fd)
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:

@@ -3,7 +3,8 @@
 
 Try `benchmark.py --quick` first; then, for instance,
 `benchmark.py --states large small --rounds 7 --json out.json --plot out.png`, or
-`benchmark.py --url s3://bucket/dir --storage-option anon=false`.
+`benchmark.py --url s3://bucket/dir --storage-option anon=false`. Over ranks:
+`torchrun --nproc-per-node 2 scripts/benchmark.py --mode sync --states large`.
 """
 
 import sys

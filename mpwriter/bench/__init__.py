@@ -3,11 +3,12 @@
 Runs in: trainer (the benchmark's own process). `scripts/benchmark.py` is its command.
 
     main ---> sync_mode ----> timing, fresh -------------------> subjects, places ---> states
-     |            `---------> sync_report ---> stats, table, plot
+     |            `---------> sync_report, sync_rows ---> stats, table, plot
      |------> async_mode ---> async_timing, training, neighbours, references, checkpoint_process
      |            |---------> async_subjects ------------------> subjects, places ---> states
      |            `---------> async_report ---> stats, table, plot
-     `------> options, machine
+     |------> job (figures of all ranks)
+     `------> options, machine, ranks
 
 A mode (`sync_mode`, `async_mode`) says what is measured, and its report says how that is shown;
 the other modules are shared by all modes. `peer` is

@@ -9,7 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -51,6 +51,7 @@ class AsyncFigures:
     samples: dict[AsyncSubject, list[AsyncSample]] = field(default_factory=dict)
     failures: dict[AsyncSubject, str] = field(default_factory=dict)
     copies: list[CopyTimes] = field(default_factory=list)
+    ranks: Sequence[AsyncFigures] = ()  # under torchrun, each one's own; the rest is the job's
 
 
 def measure_async(
@@ -76,12 +77,18 @@ def measure_async(
     )
     figures = []
     num_steps = len(options.states) * len(subjects) * (options.num_rounds + 1)
-    with _torch_threads(options.torch_threads), _quiet_dcp(), ProgressBar(num_steps) as bar:
+    silent = not place.ranks.is_first
+    with (
+        _torch_threads(options.torch_threads),
+        _quiet_dcp(),
+        ProgressBar(num_steps, silent=silent) as bar,
+    ):
         bar.show("starting")
         loop = LOOPS[options.loop](options.device)
         try:
             for name in options.states:
-                state = on_device(nested(build_state(name, quick=options.quick)), options.device)
+                built = build_state(name, quick=options.quick, ranks=place.ranks)
+                state = on_device(nested(built), options.device)
                 figures.append(_Run(state, subjects, place, options, loop, bar).measure())
                 bar.clear()
                 report(figures[-1])
@@ -147,6 +154,9 @@ class _Run:
                 self._process_runs = True
             url = self._place.fresh_url()
             sample = self._save(subject, url)
+            self._place.ranks.agree_on_failure(self._figures.failures.get(subject))
+            if sample is not None:  # one decision for all ranks
+                sample = replace(sample, others=self._place.ranks.most(sample.others))
             if sample is not None and subject in self._unverified:
                 self._unverified.discard(subject)
                 verify_checkpoint(self._state, self._place, url)
@@ -166,6 +176,7 @@ class _Run:
                 self._loop,
                 idle_s=_QUICK_IDLE_S if self._quick else _IDLE_S,
                 max_idle_tries=1 if self._quick else _MAX_IDLE_TRIES,
+                ranks=self._place.ranks,
             )
         except StillRunningError:
             raise  # it still runs, beside whatever would come next

@@ -5,7 +5,7 @@ Runs in: trainer. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -14,7 +14,15 @@ from mpwriter.bench.async_mode import AsyncFigures
 from mpwriter.bench.async_subjects import AsyncSubject
 from mpwriter.bench.async_timing import AsyncSample
 from mpwriter.bench.stats import Summary, ratio, summarize
-from mpwriter.bench.table import MISSING, format_bytes, format_ratio, format_seconds, render_table
+from mpwriter.bench.table import (
+    MISSING,
+    among_ranks,
+    format_bytes,
+    format_ratio,
+    format_seconds,
+    ranks_as_json,
+    render_table,
+)
 from mpwriter.bench.training import percentile
 
 __all__ = [
@@ -113,6 +121,7 @@ def async_state_report(figures: AsyncFigures) -> str:
     """The table of one state with what it is compared with, as text."""
     size = format_bytes(figures.nbytes)
     head = f"{figures.name}: {figures.num_tensors:,} tensors, {size}"
+    head += among_ranks(len(figures.ranks))
     return "\n".join(
         [head, "=" * len(head), *_references(figures), "", _table(figures), ""],
     )
@@ -153,11 +162,23 @@ def _table(figures: AsyncFigures) -> str:
     for subject in sorted([*rows, *figures.failures], key=_order):
         if subject in rows:
             cells.append(_cells(rows[subject], copy_s, stock))
+            cells += [
+                [f"  rank {number}", *_cells(row, copy_of_rank_s, None)[1:]]
+                for number, (row, copy_of_rank_s) in enumerate(_of_ranks(figures, subject))
+            ]
         else:
             cells.append([subject.label, "failed", *[MISSING] * (len(_COLUMNS) - 2)])
     table = render_table(_COLUMNS, cells)
     notes = [f"{subject.label}: {text}" for subject, text in figures.failures.items()]
     return "\n".join([table, *notes])
+
+
+def _of_ranks(
+    figures: AsyncFigures, subject: AsyncSubject
+) -> Iterator[tuple[AsyncRow, float | None]]:
+    for rank in figures.ranks:
+        rows = {row.subject: row for row in async_rows(rank)}
+        yield rows[subject], _copy_s(rank)
 
 
 def _cells(row: AsyncRow, copy_s: float | None, stock: AsyncRow | None) -> list[str]:
@@ -245,22 +266,11 @@ def async_figures_as_json(figures: AsyncFigures) -> dict[str, Any]:
                 },
                 "p99_s": row.p99_s,
                 "disturbed": row.disturbed,
-                "samples": [_sample_as_json(one) for one in figures.samples[row.subject]],
+                "samples": [one.as_json() for one in figures.samples[row.subject]],
             }
             for row in async_rows(figures)
         },
-    }
-
-
-def _sample_as_json(sample: AsyncSample) -> dict[str, Any]:
-    times = asdict(sample)
-    steps_s, idle_steps_s = times.pop("steps_s"), times.pop("idle_steps_s")
-    return {
-        **times,
-        "share": sample.share,
-        "lost_s": sample.lost_s,
-        "steps_us": [round(step * 1e6) for step in steps_s],
-        "idle_steps_us": [round(step * 1e6) for step in idle_steps_s],
+        **ranks_as_json(figures.ranks, async_figures_as_json),
     }
 
 

@@ -15,10 +15,12 @@ import gc
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mpwriter.bench.async_subjects import AsyncSubject, Saver
 from mpwriter.bench.neighbours import Neighbours
+from mpwriter.bench.ranks import ALONE, Ranks
 from mpwriter.bench.training import TrainingLoop
 
 __all__ = ["AsyncSample", "timed_async_save"]
@@ -80,6 +82,19 @@ class AsyncSample:
     def longest_gap_s(self) -> float:
         return max(self.steps_s)
 
+    def as_json(self) -> dict[str, Any]:
+        """Every figure; the times of steps in microseconds."""
+        times = asdict(self)
+        steps_s, idle_steps_s = times.pop("steps_s"), times.pop("idle_steps_s")
+        times.pop("of_ranks", None)  # each rank has its own entry
+        return {
+            **times,
+            "share": self.share,
+            "lost_s": self.lost_s,
+            "steps_us": [round(step * 1e6) for step in steps_s],
+            "idle_steps_us": [round(step * 1e6) for step in idle_steps_s],
+        }
+
 
 def timed_async_save(
     subject: AsyncSubject,
@@ -89,6 +104,7 @@ def timed_async_save(
     *,
     idle_s: float,
     max_idle_tries: int = 1,
+    ranks: Ranks = ALONE,
 ) -> AsyncSample:
     """Save once while the loop trains, and measure; nothing is removed.
 
@@ -99,19 +115,22 @@ def timed_async_save(
         loop: trains on this thread.
         idle_s: seconds of training before the call, to compare with.
         max_idle_tries: how often to train as long, waiting for a machine that is calm.
+        ranks: who save and train together.
 
     Raises:
         Whatever the call or the save raises; StillRunningError when it does not end.
     """
     gc.collect()  # what earlier saves left is not this one's to clean up
     for _ in range(max_idle_tries):
-        before = Neighbours()
+        ranks.barrier()
+        before = Neighbours(ranks.launcher)
         idle = loop.run_for(idle_s)
-        idle_others = before.num_cores()
+        idle_others = ranks.most(before.num_cores())
         if idle_others < _CALM_CORES:
             break
     ends: dict[str, float] = {}
-    meanwhile = Neighbours()
+    meanwhile = Neighbours(ranks.launcher)
+    ranks.barrier()
     began = time.perf_counter()
     started = saver.start(subject, url)
     returned = time.perf_counter()

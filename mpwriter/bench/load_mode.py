@@ -31,7 +31,7 @@ from mpwriter.bench.options import Options
 from mpwriter.bench.peer import PEER, peer_environment, peer_missing, peer_reader, serves
 from mpwriter.bench.places import Place
 from mpwriter.bench.progress import ProgressBar
-from mpwriter.bench.states import BenchState, build_state
+from mpwriter.bench.states import BenchState, build_state, local_part
 from mpwriter.bench.verify import differences, load_into
 
 __all__ = ["LOADERS", "LoadFigures", "LoadSample", "measure_loads"]
@@ -64,6 +64,7 @@ class LoadFigures:
     nbytes: int
     samples: dict[str, list[LoadSample]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # who cannot take part, and why
+    ranks: Sequence[LoadFigures] = ()  # under torchrun, each one's own; the rest is the job's
 
 
 class _Nothing(FsspecReader):
@@ -112,9 +113,10 @@ def measure_loads(
     missing = {label: why for label, family, _ in loaders if why and family == PEER}
     loaders = [loader for loader in loaders if loader[0] not in missing]
     figures = []
-    with ProgressBar(len(options.states) * len(loaders) * (options.num_rounds + 1)) as bar:
+    num_steps = len(options.states) * len(loaders) * (options.num_rounds + 1)
+    with ProgressBar(num_steps, silent=not place.ranks.is_first) as bar:
         for name in options.states:
-            state = build_state(name, quick=options.quick)
+            state = build_state(name, quick=options.quick, ranks=place.ranks)
             of_state = LoadFigures(name, state.num_tensors, state.nbytes, missing=missing)
             url = place.fresh_url()
             _save(state, place, url)
@@ -133,7 +135,7 @@ def _save(state: BenchState, place: Place, url: str) -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp_save(state.state_dict, storage_writer=writer)
     if place.local_path is not None:
-        with open(os.path.join(url, _PLAIN_FILE), "wb") as file:
+        with open(place.own_file(os.path.join(url, _PLAIN_FILE)), "wb") as file:
             for tensor in state.tensors():
                 file.write(_memory(tensor))
 
@@ -166,16 +168,16 @@ def _rounds(
 
 def _load(make: Any, target: dict[str, Any], place: Place, url: str) -> None:
     if make is None:
-        _read_plain(target, url)
+        _read_plain(target, place.own_file(os.path.join(url, _PLAIN_FILE)))
         return
     keys = place.storage_options if make is peer_reader else {}
     with peer_environment(keys):
         load_into(target, make(url, dict(place.storage_options)))
 
 
-def _read_plain(target: dict[str, Any], url: str) -> None:
+def _read_plain(target: dict[str, Any], path: str) -> None:
     """One thread, one file, the tensors' bytes one after another into place."""
-    with open(os.path.join(url, _PLAIN_FILE), "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0) as file:
         for tensor in _tensors(target):
             view = memoryview(_memory(tensor))
             while view:
@@ -184,6 +186,7 @@ def _read_plain(target: dict[str, Any], url: str) -> None:
 
 def _timed(make: Any, target: dict[str, Any], place: Place, url: str) -> LoadSample:
     gc.collect()
+    place.ranks.barrier()
     cpu, began = _cpu_s(), time.perf_counter()
     _load(make, target, place, url)
     return LoadSample(time.perf_counter() - began, _cpu_s() - cpu)
@@ -202,7 +205,7 @@ def _like(value: Any) -> Any:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        yield local_part(value)
     elif isinstance(value, dict):
         for entry in value.values():
             yield from _tensors(entry)

@@ -13,10 +13,13 @@ from typing import Any
 from mpwriter.bench.load_mode import LOADERS, LoadFigures
 from mpwriter.bench.stats import ratio, summarize
 from mpwriter.bench.table import (
+    MISSING,
     TimeUnit,
+    among_ranks,
     format_bytes,
     format_ratio,
     format_seconds,
+    ranks_as_json,
     render_table,
     time_unit,
 )
@@ -39,33 +42,47 @@ def load_report(figures: LoadFigures) -> str:
     """The table of one state, as text."""
     size = format_bytes(figures.nbytes)
     head = f"{figures.name}: {figures.num_tensors:,} tensors, {size}"
+    head += among_ranks(len(figures.ranks))
     stock_s, stock_own_s = _best(figures, _STOCK), _least_own_s(figures)
-    gib = figures.nbytes / 2**30
     unit = time_unit(_medians(figures).values())
-    cpu_unit = TimeUnit("s", 1.0, 3)
     headers = [
         *("dcp.load", f"median {unit.name}", "min", "max", "GiB/s", "x stock"),
         *(f"own {unit.name}", "x stock", "CPU s"),
     ]
     cells = []
-    for label, samples in figures.samples.items():
-        wall = summarize([sample.wall_s for sample in samples])
-        loads = _FAMILY[label] != "planning"
+    for label, median_s in _medians(figures).items():
         own_s = _own_s(figures, label)
-        cells.append(
-            [
-                label,
-                *(unit.format(seconds) for seconds in (wall.median, wall.low, wall.high)),
-                f"{gib / wall.median:.2f}" if loads else "-",
-                format_ratio(ratio(stock_s, wall.median) if loads else None),
-                unit.format(own_s),
-                format_ratio(ratio(stock_own_s, own_s)),
-                cpu_unit.format(median(sample.cpu_s for sample in samples)),
-            ]
-        )
+        comparison = [
+            format_ratio(ratio(stock_s, median_s) if _FAMILY[label] != "planning" else None),
+            unit.format(own_s),
+            format_ratio(ratio(stock_own_s, own_s)),
+        ]
+        cells.append([label, *_cells(figures, label, unit, comparison)])
+        cells += [
+            [f"  rank {number}", *_cells(rank, label, unit)]
+            for number, rank in enumerate(figures.ranks)
+        ]
     lines = [render_table(headers, cells)]
     lines += [f"{label}  {why}" for label, why in figures.missing.items()]
     return f"{head}\n{'=' * len(head)}\n\n" + "\n".join(lines) + "\n"
+
+
+def _cells(
+    figures: LoadFigures,
+    label: str,
+    unit: TimeUnit,
+    comparison: Sequence[str] = (MISSING, MISSING, MISSING),
+) -> list[str]:
+    """One line without its label; that of a rank has nothing to be compared with."""
+    samples = figures.samples[label]
+    wall = summarize([sample.wall_s for sample in samples])
+    rate = figures.nbytes / 2**30 / wall.median
+    return [
+        *(unit.format(seconds) for seconds in (wall.median, wall.low, wall.high)),
+        f"{rate:.2f}" if _FAMILY[label] != "planning" else MISSING,
+        *comparison,
+        TimeUnit("s", 1.0, 3).format(median(sample.cpu_s for sample in samples)),
+    ]
 
 
 def load_findings(all_figures: Sequence[LoadFigures]) -> list[str]:
@@ -105,6 +122,7 @@ def load_figures_as_json(figures: LoadFigures) -> dict[str, Any]:
             }
             for label, samples in figures.samples.items()
         },
+        **ranks_as_json(figures.ranks, load_figures_as_json),
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpwriter.bench.places import parse_storage_options
+from mpwriter.bench.ranks import ALONE, Ranks
 from mpwriter.bench.states import STATE_NAMES
 from mpwriter.bench.subjects import FAMILIES
 
@@ -33,6 +34,10 @@ families: ours   MPFsspecWriter               fsspec, filesystem   the stock wri
           planning, metadata   DCP with a writer that writes nothing; and pickles .metadata
 passes:   timing the table                    cold   first save of a new process
           memory peak PSS of trainer and workers (Linux); all in mode sync
+torchrun: torchrun --nproc-per-node 2 scripts/benchmark.py ... divides each state among the ranks,
+          as FSDP2 does, and shows every rank and the job, which waits for its slowest rank;
+          workers and threads are per rank, by default a share of the numbers above; not the
+          passes cold and memory
 """
 
 # Where the states, the numbers of workers and of threads, or the rounds are not given.
@@ -85,12 +90,13 @@ class Options:
     plot_path: str | None
 
 
-def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str], modes: Sequence[str], ranks: Ranks = ALONE) -> Options:
     """Read a command line.
 
     Args:
         argv: without the program's name.
         modes: those that there are; the first is the default.
+        ranks: who runs it together; not everything can be measured over ranks.
 
     Raises:
         SystemExit: it makes no sense (status 2), or asked for help.
@@ -101,9 +107,13 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         storage_options = parse_storage_options(given.storage_option)
     except ValueError as error:
         parser.error(str(error))
+    refusal = None if ranks.alone else _refusal(given, ranks)
+    if refusal:
+        parser.error(f"under torchrun: {refusal}")
     workers, threads = _NUMBERS[given.mode]
     if given.quick:
         workers, threads = _QUICK_NUMBERS.get(given.mode, (workers, threads))
+    workers, threads = (_per_rank(numbers, ranks) for numbers in (workers, threads))
     return Options(
         mode=given.mode,
         url=given.url,
@@ -116,7 +126,7 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         device=given.device,
         loop=given.loop,
         torch_threads=given.torch_threads,
-        passes=given.passes or (["timing"] if given.quick else list(PASSES)),
+        passes=given.passes or (["timing"] if given.quick or not ranks.alone else list(PASSES)),
         num_rounds=given.rounds or (_QUICK_ROUNDS[given.mode] if given.quick else 5),
         num_cold_rounds=given.cold_rounds or (1 if given.quick else 3),
         quick=given.quick,
@@ -125,6 +135,25 @@ def parse_options(argv: Sequence[str], modes: Sequence[str]) -> Options:
         json_path=given.json,
         plot_path=given.plot,
     )
+
+
+def _refusal(given: argparse.Namespace, ranks: Ranks) -> str | None:
+    """Why the command line makes no sense over ranks, or None."""
+    fresh = [name for name in given.passes or [] if name != "timing"]
+    if fresh:
+        return f"--passes {' '.join(fresh)}: they measure new processes, which are no ranks"
+    if given.device != "cpu":
+        return f"--device {given.device}: the state is divided on the CPU only"
+    if given.url is None and ranks.num_local < ranks.num_ranks:
+        return "ranks on several nodes need --url, a place that all of them see"
+    if given.url is not None and given.url.startswith("memory:"):
+        return "--url memory: every rank has another one"
+    return None
+
+
+def _per_rank(numbers: Sequence[int], ranks: Ranks) -> list[int]:
+    """Each rank's share of workers or threads on this machine, at least one."""
+    return list(dict.fromkeys(max(1, number // ranks.num_local) for number in numbers))
 
 
 def _parser(modes: Sequence[str]) -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from mpwriter.bench.ranks import ALONE, Ranks, ignore_termination
+
 __all__ = ["Place", "open_place", "parse_storage_options"]
 
 
@@ -28,10 +30,12 @@ class Place:
     Attributes:
         url: of that directory.
         storage_options: for every open; kept out of `repr`, since keys stand in there.
+        ranks: who saves there together.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    ranks: Ranks = field(default=ALONE, repr=False)
 
     @property
     def local_path(self) -> str | None:
@@ -41,10 +45,27 @@ class Place:
 
     def fresh_url(self) -> str:
         """A checkpoint URL that nothing has used before, so that nothing cached helps."""
-        return f"{self.url}/{secrets.token_hex(6)}"
+        return f"{self.url}/{self.ranks.shared(secrets.token_hex(6))}"
+
+    def own_file(self, path: str) -> str:
+        """A file of this rank's own beside `path`; that itself where there are no other ranks."""
+        return path if self.ranks.alone else f"{path}.rank{self.ranks.rank}"
 
     def remove(self, url: str) -> None:
-        """Remove the checkpoint at `url`, if there is one."""
+        """Remove the checkpoint at `url`, if there is one, once all ranks are through with it."""
+        self.ranks.barrier()
+        if not self.ranks.alone:
+            self._remove(self.own_file(url))
+        if self.ranks.is_first:
+            self._remove(url)
+
+    def close(self) -> None:
+        """Remove all of it, whatever the other ranks are doing."""
+        if self.ranks.is_first:
+            ignore_termination(self.ranks)
+            self._remove(self.url)
+
+    def _remove(self, url: str) -> None:
         fs, path = self._locate(url)
         fs.invalidate_cache()  # other processes wrote there
         if fs.exists(path):
@@ -56,20 +77,25 @@ class Place:
 
 
 @contextmanager
-def open_place(url: str | None, storage_options: Mapping[str, Any]) -> Iterator[Place]:
+def open_place(
+    url: str | None, storage_options: Mapping[str, Any], ranks: Ranks = ALONE
+) -> Iterator[Place]:
     """A new directory below `url` (default: the temporary directory), removed at the end."""
     parent = tempfile.gettempdir() if url is None else url
     if "://" not in parent:
         parent = os.path.abspath(os.path.expanduser(parent))
     if not parent.endswith("://"):
         parent = parent.rstrip("/") + "/"
-    place = Place(f"{parent}mpwriter-bench-{secrets.token_hex(4)}", storage_options)
-    if place.local_path is not None:
+    name = ranks.shared(f"mpwriter-bench-{secrets.token_hex(4)}")
+    place = Place(f"{parent}{name}", storage_options, ranks)
+    if place.local_path is not None and ranks.is_first:
         os.makedirs(place.local_path)
     try:
+        ranks.barrier()
         yield place
+        ranks.barrier()
     finally:
-        place.remove(place.url)
+        place.close()
 
 
 def parse_storage_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -23,11 +23,14 @@ class ProgressBar:
         num_steps: how often `step` will be called.
         stream: where the line goes; standard error by default, so that a table in standard
             output can be piped.
+        silent: whatever the stream is.
     """
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, stream: TextIO | None = None, *, silent: bool = False
+    ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._visible = self._stream.isatty()
+        self._visible = not silent and self._stream.isatty()
         self._num_steps = max(num_steps, 1)
         self._num_done = 0
         self._began = time.monotonic()

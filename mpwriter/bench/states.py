@@ -19,12 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mpwriter.bench.ranks import ALONE, Ranks
 
 __all__ = [
     "STATE_NAMES",
     "BenchState",
     "build_state",
     "gpt2_shapes",
+    "local_part",
     "measure_state",
     "nested",
     "on_device",
@@ -43,7 +48,7 @@ class BenchState:
         name: one of STATE_NAMES, or the caller's own.
         state_dict: what `dcp.save` gets.
         num_tensors: tensors in it, at any depth.
-        nbytes: bytes of these tensors.
+        nbytes: bytes of these tensors; over ranks, of this rank's parts of them.
     """
 
     name: str
@@ -52,16 +57,17 @@ class BenchState:
     nbytes: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor, in the order of the dict."""
-        return _tensors_of(self.state_dict)
+        """Every tensor, in the order of the dict; over ranks, this rank's part of each."""
+        return map(local_part, _tensors_of(self.state_dict))
 
 
-def build_state(name: str, *, quick: bool = False) -> BenchState:
+def build_state(name: str, *, quick: bool = False, ranks: Ranks = ALONE) -> BenchState:
     """Make the state `name` anew, on the CPU, filled with noise.
 
     Args:
         name: one of STATE_NAMES.
         quick: a small one of the same shape, for a run of seconds.
+        ranks: among which it is divided.
 
     Raises:
         ValueError: there is no such state.
@@ -69,13 +75,24 @@ def build_state(name: str, *, quick: bool = False) -> BenchState:
     builders = {"large": _large, "medium": _medium, "small": _small, "model": _model, "tiny": _tiny}
     if name not in builders:
         raise ValueError(f"no state is called {name!r}; there are {', '.join(STATE_NAMES)}")
-    return measure_state(name, builders[name](quick))
+    return measure_state(name, builders[name](quick, _Filler(ranks)))
 
 
 def measure_state(name: str, state_dict: dict[str, Any]) -> BenchState:
-    """Count the tensors of `state_dict` and their bytes."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors_of(state_dict)]
-    return BenchState(name, state_dict, len(sizes), sum(sizes))
+    """Count the tensors of `state_dict` and their bytes.
+
+    One that is not divided is stored once: its bytes count on the first rank.
+    """
+    tensors = list(_tensors_of(state_dict))
+    counted = tensors if _on_first_rank() else [t for t in tensors if isinstance(t, DTensor)]
+    parts = [local_part(tensor) for tensor in counted]
+    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    return BenchState(name, state_dict, len(tensors), nbytes)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of `tensor` is in this process; itself where it is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def nested(state: BenchState) -> BenchState:
@@ -133,7 +150,8 @@ def _block_shapes(width: int) -> dict[str, tuple[int, ...]]:
 class _Filler:
     """Makes tensors of noise that differ from one another, faster than a random generator."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         generator = torch.Generator().manual_seed(0)
         self._noise = torch.randn(_NOISE_ELEMENTS, generator=generator)
         self._num_made = 0
@@ -144,38 +162,38 @@ class _Filler:
             part = flat[start : start + _NOISE_ELEMENTS]
             part.copy_(self._noise[: part.numel()])
         self._num_made += 1
-        if flat.numel():
-            flat[0] = self._num_made
-        return flat.view(shape)
+        divided = self._ranks.divide(flat.view(shape))
+        part = local_part(divided).view(-1)
+        if part.numel():
+            part[0] = self._num_made * self._ranks.num_ranks + self._ranks.rank
+        return divided
 
 
-def _large(quick: bool) -> dict[str, Any]:
-    return _layers(32 * 2**20 if quick else 2**30)
+def _large(quick: bool, filler: _Filler) -> dict[str, Any]:
+    return _layers(32 * 2**20 if quick else 2**30, filler)
 
 
-def _medium(quick: bool) -> dict[str, Any]:
-    return _layers(8 * 2**20 if quick else 128 * 2**20)
+def _medium(quick: bool, filler: _Filler) -> dict[str, Any]:
+    return _layers(8 * 2**20 if quick else 128 * 2**20, filler)
 
 
-def _layers(total_bytes: int) -> dict[str, Any]:
+def _layers(total_bytes: int, filler: _Filler) -> dict[str, Any]:
     num_tensors = 32
-    filler, rows = _Filler(), total_bytes // num_tensors // _FLOAT32_BYTES // 1024
+    rows = total_bytes // num_tensors // _FLOAT32_BYTES // 1024
     return {f"layer_{i:02d}.weight": filler.tensor((rows, 1024)) for i in range(num_tensors)}
 
 
-def _small(quick: bool) -> dict[str, Any]:
-    filler = _Filler()
+def _small(quick: bool, filler: _Filler) -> dict[str, Any]:
     return {f"tensor_{i:05d}": filler.tensor((1024,)) for i in range(500 if quick else 20_000)}
 
 
-def _model(quick: bool) -> dict[str, Any]:
+def _model(quick: bool, filler: _Filler) -> dict[str, Any]:
     """As `get_state_dict` of a model and its AdamW gives it."""
     shapes = (
         gpt2_shapes(num_layers=2, width=64, vocabulary=1000, context=128)
         if quick
         else gpt2_shapes()
     )
-    filler = _Filler()
     moments = {
         name: {
             "step": torch.tensor(1000.0),
@@ -191,8 +209,8 @@ def _model(quick: bool) -> dict[str, Any]:
     }
 
 
-def _tiny(quick: bool) -> dict[str, Any]:
-    del quick  # there is nothing smaller
+def _tiny(quick: bool, filler: _Filler) -> dict[str, Any]:
+    del quick, filler  # there is nothing smaller
     return {"step": torch.tensor(1000)}
 
 
@@ -202,6 +220,10 @@ def _moved(value: Any, device: str) -> Any:
     if isinstance(value, Mapping):
         return {name: _moved(member, device) for name, member in value.items()}
     return value
+
+
+def _on_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

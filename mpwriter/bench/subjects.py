@@ -162,7 +162,7 @@ def _dcp_save(state: BenchState, writer: StorageWriter) -> float:
 
 def _save_plain(subject: Subject, state: BenchState, place: Place, url: str) -> float:
     """One thread, one file, the tensors' bytes one after another: no format, no planning."""
-    fs, path = url_to_fs(url, **place.storage_options)
+    fs, path = url_to_fs(place.own_file(url), **place.storage_options)
     if place.local_path is None:
         with fs.open(path, "wb") as stream:
             for tensor in state.tensors():

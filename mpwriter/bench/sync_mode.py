@@ -35,6 +35,7 @@ class StateFigures:
     cold: dict[Subject, list[ColdSave]] = field(default_factory=dict)
     memory: dict[Subject, MemoryUse] = field(default_factory=dict)
     missing: dict[Subject, str] = field(default_factory=dict)  # who cannot take part, and why
+    ranks: Sequence[StateFigures] = ()  # under torchrun, each one's own; the rest is the job's
 
 
 def measure_sync(
@@ -60,9 +61,10 @@ def measure_sync(
     missing = {subject: why for subject in chosen if (why := subject.missing())}
     subjects = [subject for subject in chosen if subject not in missing]
     figures = []
-    with ProgressBar(_num_steps(options, subjects)) as bar:
+    silent = not place.ranks.is_first
+    with ProgressBar(_num_steps(options, subjects), silent=silent) as bar:
         for name in options.states:
-            state = build_state(name, quick=options.quick)
+            state = build_state(name, quick=options.quick, ranks=place.ranks)
             of_state = StateFigures(name, state.num_tensors, state.nbytes, missing=missing)
             if "timing" in options.passes:
                 of_state.timing = time_state(state, subjects, place, options, bar)

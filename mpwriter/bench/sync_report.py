@@ -5,24 +5,27 @@ Runs in: trainer. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from mpwriter.bench.fresh import ColdSave
-from mpwriter.bench.stats import Summary, ratio, summarize
-from mpwriter.bench.subjects import STOCK_FAMILIES, Subject
+from mpwriter.bench.stats import ratio
+from mpwriter.bench.subjects import STOCK_FAMILIES
 from mpwriter.bench.sync_mode import StateFigures
+from mpwriter.bench.sync_rows import TimingRow, best_row, least_own_s, timing_rows
 from mpwriter.bench.table import (
+    MISSING,
     TimeUnit,
+    among_ranks,
     format_bytes,
     format_ratio,
     format_seconds,
+    ranks_as_json,
     render_table,
     time_unit,
 )
-from mpwriter.bench.timing import Sample
 
 __all__ = [
     "LEGEND",
@@ -48,64 +51,12 @@ _MIB = 2**20
 _LEAST_RATED_BYTES = _MIB
 
 
-@dataclass(frozen=True)
-class TimingRow:
-    """One line of the timing table.
-
-    Attributes:
-        subject: who saved.
-        wall: seconds that `dcp.save` took.
-        over_planning_s: median, less that of DCP with a writer that writes nothing; None
-            without such a measurement, or for one that does no planning.
-        own_s: the same, less the pickling of the metadata: the writer's own share.
-        trainer_cpu_s: median CPU seconds of the trainer.
-        workers_cpu_s: median CPU seconds of its children, None if not known.
-    """
-
-    subject: Subject
-    wall: Summary
-    over_planning_s: float | None
-    own_s: float | None
-    trainer_cpu_s: float
-    workers_cpu_s: float | None
-
-
-def timing_rows(timing: Mapping[Subject, Sequence[Sample]]) -> list[TimingRow]:
-    """A row a subject, in the order given."""
-    planning_s = _family_median(timing, "planning", "wall_s")
-    pickle_s = _family_median(timing, "metadata", "pickle_s")
-    rows = []
-    for subject, samples in timing.items():
-        wall = summarize([sample.wall_s for sample in samples])
-        over_planning_s = own_s = None
-        if subject.writes_checkpoint and planning_s is not None:
-            over_planning_s = wall.median - planning_s
-            own_s = None if pickle_s is None else over_planning_s - pickle_s
-        workers = [s.workers_cpu_s for s in samples if s.workers_cpu_s is not None]
-        rows.append(
-            TimingRow(
-                subject,
-                wall,
-                over_planning_s,
-                own_s,
-                median(sample.trainer_cpu_s for sample in samples),
-                median(workers) if workers else None,
-            )
-        )
-    return rows
-
-
-def best_row(rows: Sequence[TimingRow], families: Sequence[str]) -> TimingRow | None:
-    """The row with the lowest median among `families`."""
-    chosen = [row for row in rows if row.subject.family in families]
-    return min(chosen, key=lambda row: row.wall.median, default=None)
-
-
 def state_report(figures: StateFigures) -> str:
     """The tables of one state, as text."""
     plural = "s"[: figures.num_tensors != 1]
     size = format_bytes(figures.nbytes)
     head = f"{figures.name}: {figures.num_tensors:,} tensor{plural}, {size}"
+    head += among_ranks(len(figures.ranks))
     parts = [head + "\n" + "=" * len(head)]
     if figures.timing:
         parts.append(timing_table(figures))
@@ -120,29 +71,50 @@ def timing_table(figures: StateFigures) -> str:
     """The timing pass of one state, a line a subject."""
     rows = timing_rows(figures.timing)
     stock = best_row(rows, STOCK_FAMILIES)
-    stock_s, stock_own_s = stock.wall.median if stock else None, _least_own_s(rows)
-    gib = figures.nbytes / 2**30 if figures.nbytes >= _LEAST_RATED_BYTES else None
+    stock_s, stock_own_s = stock.wall.median if stock else None, least_own_s(rows)
+    gib = _rated_gib(figures)
     unit = time_unit(row.wall.median for row in rows)
     cpu_unit = unit if gib is None else TimeUnit("s/GiB", 1.0, 3)
     headers = [
         *("dcp.save", f"median {unit.name}", "min", "max", "GiB/s", "x stock"),
         *(f"own {unit.name}", "x stock", f"CPU {cpu_unit.name}", "workers"),
     ]
-    cells = [
-        [
-            row.subject.label,
-            *(unit.format(seconds) for seconds in (row.wall.median, row.wall.low, row.wall.high)),
-            _rate(None if _stores_nothing(row) else gib, row.wall.median),
-            format_ratio(None if _stores_nothing(row) else ratio(stock_s, row.wall.median)),
+    ranks = [(_rank_gib(rank, gib), timing_rows(rank.timing)) for rank in figures.ranks]
+    cells = []
+    for place, row in enumerate(rows):
+        stores = row.subject.family not in ("planning", "metadata")
+        comparison = [
+            format_ratio(ratio(stock_s, row.wall.median) if stores else None),
             unit.format(row.own_s),
             format_ratio(ratio(stock_own_s, row.own_s)),
-            cpu_unit.format(_per_gib(row.trainer_cpu_s, gib)),
-            cpu_unit.format(_per_gib(row.workers_cpu_s, gib)),
         ]
-        for row in rows
-    ]
+        cells.append(_cells(row.subject.label, row, gib, (unit, cpu_unit), comparison))
+        cells += [
+            _cells(f"  rank {rank}", rows_of_rank[place], gib_of_rank, (unit, cpu_unit))
+            for rank, (gib_of_rank, rows_of_rank) in enumerate(ranks)
+        ]
     table = render_table(headers, cells)
     return "\n".join([table, *(f"{s.label}  {why}" for s, why in figures.missing.items())])
+
+
+def _cells(
+    label: str,
+    row: TimingRow,
+    gib: float | None,
+    units: tuple[TimeUnit, TimeUnit],
+    comparison: Sequence[str] = (MISSING, MISSING, MISSING),
+) -> list[str]:
+    """One line; that of a rank has nothing to be compared with."""
+    unit, cpu_unit = units
+    stores = row.subject.family not in ("planning", "metadata")
+    return [
+        label,
+        *(unit.format(seconds) for seconds in (row.wall.median, row.wall.low, row.wall.high)),
+        _rate(gib if stores else None, row.wall.median),
+        *comparison,
+        cpu_unit.format(_per_gib(row.trainer_cpu_s, gib)),
+        cpu_unit.format(_per_gib(row.workers_cpu_s, gib)),
+    ]
 
 
 def _cold_table(figures: StateFigures) -> str:
@@ -204,7 +176,7 @@ def _timing_findings(figures: StateFigures) -> list[str]:
     labels = f"({ours.subject.label}, {stock.subject.label})"
     lines = [f"dcp.save {_versus(ours.wall.median, stock.wall.median)} {labels}"]
     if ours.own_s is not None:
-        lines.append(f"writer's own share {_versus(ours.own_s, _least_own_s(rows))}")
+        lines.append(f"writer's own share {_versus(ours.own_s, least_own_s(rows))}")
     if figures.nbytes >= _LEAST_RATED_BYTES:
         gib = figures.nbytes / 2**30
         cpu_s, stock_cpu_s = (row.trainer_cpu_s / gib for row in (ours, stock))
@@ -264,24 +236,8 @@ def figures_as_json(figures: StateFigures) -> dict[str, Any]:
         },
         "memory": {subject.label: asdict(use) for subject, use in figures.memory.items()},
         "missing": {subject.label: why for subject, why in figures.missing.items()},
+        **ranks_as_json(figures.ranks, figures_as_json),
     }
-
-
-def _family_median(
-    timing: Mapping[Subject, Sequence[Sample]], family: str, figure: str
-) -> float | None:
-    values = [
-        getattr(sample, figure)
-        for subject, samples in timing.items()
-        if subject.family == family
-        for sample in samples
-    ]
-    return median(values) if values else None
-
-
-def _least_own_s(rows: Sequence[TimingRow]) -> float | None:
-    stock = [row.own_s for row in rows if row.subject.family in STOCK_FAMILIES]
-    return min((own_s for own_s in stock if own_s is not None), default=None)
 
 
 def _rate(gib: float | None, wall_s: float) -> str:
@@ -291,9 +247,16 @@ def _rate(gib: float | None, wall_s: float) -> str:
     return f"{gib / wall_s:.{2 if gib / wall_s >= 0.1 else 4}f}"
 
 
-def _stores_nothing(row: TimingRow) -> bool:
-    return row.subject.family in ("planning", "metadata")
+def _rated_gib(figures: StateFigures) -> float | None:
+    return figures.nbytes / 2**30 if figures.nbytes >= _LEAST_RATED_BYTES else None
+
+
+def _rank_gib(rank: StateFigures, job_gib: float | None) -> float | None:
+    """None where the job has no rate either: a column has one unit."""
+    return rank.nbytes / 2**30 if job_gib is not None else None
 
 
 def _per_gib(seconds: float | None, gib: float | None) -> float | None:
+    if gib == 0:
+        return None  # a rank without a part
     return seconds if seconds is None or gib is None else seconds / gib

@@ -5,19 +5,24 @@ Runs in: both. Pure; safe from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
+    "MISSING",
     "TimeUnit",
+    "among_ranks",
     "format_bytes",
     "format_ratio",
     "format_seconds",
+    "ranks_as_json",
     "render_table",
     "time_unit",
 ]
 
 MISSING = "-"
+
+_T = TypeVar("_T")
 
 
 class TimeUnit(NamedTuple):
@@ -78,3 +83,13 @@ def format_bytes(nbytes: float | None) -> str:
 
 def format_ratio(value: float | None) -> str:
     return MISSING if value is None else f"{value:.2f}x"
+
+
+def among_ranks(num_ranks: int) -> str:
+    """What the head of a table says of the ranks, if there are any."""
+    return f", among {num_ranks} rank{'s'[: num_ranks != 1]}" if num_ranks else ""
+
+
+def ranks_as_json(ranks: Sequence[_T], as_json: Callable[[_T], Any]) -> dict[str, Any]:
+    """Each rank's own figures, beside those of the job; nothing where there are no ranks."""
+    return {"ranks": [as_json(rank) for rank in ranks]} if ranks else {}

@@ -45,6 +45,7 @@ def timed_save(subject: Subject, state: BenchState, place: Place, url: str) -> S
         Whatever the writer raises.
     """
     gc.collect()  # what earlier runs left is not this one's to clean up
+    place.ranks.barrier()
     workers_began, cpu_began = _workers_cpu_s(), _own_cpu_s()
     began = time.perf_counter()
     pickle_s = subject.save(state, place, url)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from mpwriter._compat import StockFsspecReader
 from mpwriter.bench.places import Place
-from mpwriter.bench.states import BenchState
+from mpwriter.bench.states import BenchState, local_part
 
 __all__ = ["differences", "load_into", "verify_checkpoint"]
 
@@ -71,7 +71,7 @@ def _same_bits(expected: torch.Tensor, found: Any) -> bool:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return local_part(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _blank(value: Any) -> Any:

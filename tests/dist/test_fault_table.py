@@ -16,6 +16,8 @@ from tests.fault_table import Case, state_of_rank, state_of_ranks
 from tests.ranks import RankPair
 from tests.saves import worker_pids
 
+pytestmark = pytest.mark.slow  # two ranks, 106 cells
+
 
 @pytest.mark.parametrize("case", fault_table.cases(fault_table.RANKS), ids=str)
 def test_save_ends_in_one_of_two_states_when_a_rank_is_hit(

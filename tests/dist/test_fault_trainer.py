@@ -23,6 +23,8 @@ import torch.distributed as dist
 from tests import ranks
 from tests.fault_table import state_of_rank
 from tests.fault_trainers import die_when_told, join_group
+
+pytestmark = pytest.mark.slow  # two ranks that start anew for each case
 rank, rendezvous, url, plan, order = sys.argv[1:]
 die_when_told(order)
 join_group(int(rank), rendezvous)

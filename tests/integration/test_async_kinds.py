@@ -135,6 +135,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [*_WAYS, "in the trainer"])
 def test_save_holds_the_values_of_the_call_however_they_are_written(
     way: str, tmp_path: Path

@@ -95,6 +95,7 @@ def test_load_gives_back_what_stock_saved(case: Printable, writer: str, verify: 
         assert_same(load_into(blank(state), FsspecReader(path, verify=verify)), state)
 
 
+@pytest.mark.slow
 @_examples
 @given(
     cases=st.lists(states(), min_size=2, max_size=3),

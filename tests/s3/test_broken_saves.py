@@ -22,6 +22,8 @@ from tests.servers import S3Store
 from tests.states import save_with
 from tests.stores import assert_holds, save, shards
 
+pytestmark = pytest.mark.slow  # uploads that are broken off at many points
+
 State = dict[str, Any]
 
 MIB = 1 << 20

@@ -14,6 +14,8 @@ from tests.saves import small_state, worker_pids
 from tests.servers import S3Store
 from tests.stores import save
 
+pytestmark = pytest.mark.slow  # hundreds of MiB
+
 MIB = 1 << 20
 _WINDOW_BYTES = 16 * MIB
 # F17.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -438,6 +437,7 @@ def test_process_tree_counts_children_and_shared_memory() -> None:
     assert process_tree.footprint(child.pid) == (0, 0)
 
 
+@pytest.mark.slow
 def test_benchmark_runs_all_passes_when_only_stock_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -449,9 +449,6 @@ def test_benchmark_runs_all_passes_when_only_stock_is_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("mpwriter._writer") is None, reason="the writer is not there yet"
-)
 def test_benchmark_runs_everything_when_quick(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

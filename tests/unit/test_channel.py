@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from mpwriter._channel import Channel, ChannelClosed, channel_pair
+from mpwriter._channel import Channel, ChannelClosed, Mailbox, channel_pair
 from mpwriter._types import Ack, EndJob, JobDone, MapSegment
 
 
@@ -97,3 +99,27 @@ def test_receive_refuses_a_frame_when_its_length_is_absurd() -> None:
     finally:
         raw.close()
         channel.close()
+
+
+def test_mailbox_gives_what_threads_have_put_in_order() -> None:
+    mailbox: Mailbox[tuple[int, int]] = Mailbox()
+    poll = select.poll()
+    poll.register(mailbox, select.POLLIN)
+    assert not poll.poll(0)
+    assert mailbox.take() == []
+    threads = [
+        threading.Thread(target=lambda n=n: [mailbox.put((n, turn)) for turn in range(500)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    taken: list[tuple[int, int]] = []
+    while len(taken) < 2000:
+        assert poll.poll(10_000), "nobody was woken"
+        taken += mailbox.take()
+    for thread in threads:
+        thread.join()
+    for n in range(4):
+        assert [turn for thread, turn in taken if thread == n] == list(range(500))
+    assert not poll.poll(0)
+    mailbox.close()
