@@ -127,7 +127,7 @@ class Commit:
         named = {place.relative_path for place in metadata.storage_data.values()}
         stale = self._stale_names(named) if self._overwrite else []
         try:
-            self._require(name for name in named if name.startswith(f"__{rank}_"))
+            self._look_for(named, rank)
             self._swap(self._path, _metadata.dumps(metadata))
         except BaseException:
             self._take_back(named)
@@ -158,23 +158,45 @@ class Commit:
                 "it holds a checkpoint of all ranks, which would be loaded instead of one "
                 "saved with use_collectives=False"
             )
-        if not self._overwrite and file_exists(location.fs, self._path):
-            self._refuse("overwrite=False and it holds a checkpoint already")
+        if self._overwrite:
+            return
+        # A commit of all ranks would take the place of those that ranks have made on their own.
+        of_first_rank = location.child(_metadata.metadata_name(0))
+        for path in {self._path, of_first_rank} if self._rank is None else {self._path}:
+            if file_exists(location.fs, path):
+                self._refuse("overwrite=False and it holds a checkpoint already")
 
     def _refuse(self, why: str) -> None:
         where = self._location.display
         raise CheckpointExistsError(f"Checkpoint already exists: {where}: {why}", path=where)
 
-    def _require(self, names: Iterable[str]) -> None:
-        """Look that nobody has removed shards meanwhile, as a clean-up of old checkpoints does.
+    def _look_for(self, named: set[str], rank: int) -> None:
+        """Look for the shards, where a look costs nothing: on a local filesystem.
 
-        On a local filesystem, where a look costs nothing. Other ranks' may lie on their own disks.
+        This rank's own must be there: a clean-up of old checkpoints may have removed them. Those
+        of other ranks may lie on disks of their own, on purpose or by mistake.
         """
-        fs = self._location.fs
-        for path in map(self._location.child, names) if is_local(fs) else ():
+        fs, root = self._location.fs, self._location.root
+        if not is_local(fs):
+            return
+        own = {name for name in named if name.startswith(f"__{rank}_")}
+        for path in map(self._location.child, sorted(own)):
             if not os.path.lexists(fs._strip_protocol(path)):
                 gone = FileNotFoundError(errno.ENOENT, "it was removed before the commit", path)
                 raise as_storage_error(gone, "commit", path, fs)
+        try:
+            unseen = sorted(named - own - set(os.listdir(fs._strip_protocol(root))))
+        except OSError as exc:  # it may be written to, and not be listed
+            logger.debug("cannot list %s: %s", self._location.display, exc)
+            return
+        if unseen:
+            logger.warning(
+                "%d shards that other ranks have written (%s first) cannot be seen in %s: if the "
+                "ranks do not share that directory, this checkpoint cannot be loaded from it",
+                len(unseen),
+                unseen[0],
+                self._location.display,
+            )
 
     def _stale_names(self, named: set[str]) -> list[str]:
         try:

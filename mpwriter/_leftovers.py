@@ -11,6 +11,8 @@ Runs in: both. Torch-free.
     rank where each commits on its own
     shard that no metadata file names     once it is older than LEFTOVER_AGE_S: the save it
                                           belongs to may be waiting for its other ranks
+    metadata that a rank committed on     at once, with its shards, by a commit of all ranks: every
+    its own                               load finds theirs instead
 
     writer                                sweeper
     ------                                -------
@@ -53,9 +55,11 @@ _LOCK_PAUSE_S = 0.005
 
 _TOKEN = "[0-9a-f]{8}"
 _SHARD = rf"__\d+_\d+\.{_TOKEN}\.(?:distcp|safetensors)"
-_METADATA = r"(?:__\d+)?\.metadata"
+_RANK_METADATA = r"__\d+\.metadata"
+_METADATA = rf"(?:\.metadata|{_RANK_METADATA})"
 _SHARD_NAME = re.compile(_SHARD)
 _METADATA_NAME = re.compile(_METADATA)
+_RANK_METADATA_NAME = re.compile(_RANK_METADATA)
 # See `temporary_name`. What was moved aside (".tmp.old") may be the last copy: never removed.
 _TEMPORARY_NAME = re.compile(rf"\.(?:metadata|__\d+\.metadata|{_SHARD})\.{_TOKEN}\.tmp")
 
@@ -166,6 +170,8 @@ def sweep(
         _logger.debug("what earlier saves left in %s cannot be listed: %s", root, exc)
         return []
     removed = [name for name in orphans if _removed(fs, f"{root}/{name}")]
+    if rank is None:
+        removed += _remove_superseded(fs, root, entries, set(named))
     own = (".",) if rank is None else (f".__{rank}_", f".__{rank}.")
     for name, entry in entries.items():
         if _TEMPORARY_NAME.fullmatch(name) and _is_file(entry):
@@ -190,6 +196,29 @@ def _orphans(
         if _METADATA_NAME.fullmatch(name):  # of all ranks, or of one saved on its own
             named |= stale_shard_names(fs.cat_file(f"{root}/{name}"))
     return [name for name in old if name not in named]
+
+
+def _remove_superseded(
+    fs: Any, root: str, entries: Mapping[str, Mapping[str, Any]], named: set[str]
+) -> list[str]:
+    """Remove the checkpoints of single ranks; the metadata last, so that a rest can be found."""
+    removed: list[str] = []
+    for name, entry in entries.items():
+        if not _RANK_METADATA_NAME.fullmatch(name) or not _is_file(entry):
+            continue
+        try:
+            shards = stale_shard_names(fs.cat_file(f"{root}/{name}"))
+        except Exception as exc:
+            _logger.debug("%s/%s cannot be read, and stays: %s", root, name, exc)
+            continue
+        if not shards:  # it may be anything
+            continue
+        present = [shard for shard in sorted(shards - named) if shard in entries]
+        gone = [shard for shard in present if _removed(fs, f"{root}/{shard}")]
+        removed += gone
+        if gone == present and _removed(fs, f"{root}/{name}"):
+            removed.append(name)
+    return removed
 
 
 def _removed_if_abandoned(fs: Any, path: str, entry: Mapping[str, Any], now_s: float) -> bool:

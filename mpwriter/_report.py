@@ -67,10 +67,12 @@ class RankReport:
     """What one rank did in one save, as the coordinator hears of it.
 
     Attributes:
-        rank, nbytes, files, num_workers, stage_s, write_s: as in the rank's own `SaveReport`.
+        rank, checkpoint_id, nbytes, files, num_workers, stage_s, write_s: as in the rank's own
+            `SaveReport`.
     """
 
     rank: int
+    checkpoint_id: str
     nbytes: int
     files: int
     num_workers: int

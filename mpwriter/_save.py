@@ -25,12 +25,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mpwriter._arena import arena_unavailable_reason, get_arena
 from mpwriter._commit import Commit, complete_metadata
 from mpwriter._feed import FeedSettings, JobFeed
+from mpwriter._filesystems import is_local
 from mpwriter._lane import Job
 from mpwriter._options import WriterOptions
 from mpwriter._planning import item_nbytes
 from mpwriter._pool import get_pool
 from mpwriter._publish import temporary_name
-from mpwriter._report import ProgressLine, SaveReport, WorkerReport, merge_workers
+from mpwriter._report import (
+    ProgressLine,
+    RankReport,
+    SaveReport,
+    WorkerReport,
+    merge_workers,
+)
 from mpwriter._save_events import SaveEvents
 from mpwriter._save_jobs import (
     Payload,
@@ -253,7 +260,21 @@ class Save:
             raise
         self._times.commit_s = time.perf_counter() - begin_s
         ranks = ranks_of(results)
+        self._warn_unless_together(ranks)
         self._events.concluded(committed=True, aloud=self.is_coordinator, ranks=ranks)
+
+    def _warn_unless_together(self, ranks: Sequence[RankReport]) -> None:
+        # A local directory was looked into, and may have another name on another node.
+        for rank in [] if is_local(self.location.fs) else ranks:
+            if rank.checkpoint_id != self.location.display:
+                logger.warning(
+                    "Rank %d has written its shards to %s, but the metadata is at %s: this "
+                    "checkpoint cannot be loaded from there",
+                    rank.rank,
+                    rank.checkpoint_id,
+                    self.location.display,
+                )
+                return
 
     def _new_commit(self) -> Commit:
         return Commit(

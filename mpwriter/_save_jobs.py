@@ -179,6 +179,7 @@ def with_report(results: list[WriteResult], report: SaveReport) -> list[WriteRes
     first, rest = results[0], results[1:]
     of_rank = RankReport(
         rank=report.rank,
+        checkpoint_id=report.checkpoint_id,
         nbytes=report.nbytes,
         files=report.files,
         num_workers=report.num_workers,

@@ -150,6 +150,11 @@ def run(given: argparse.Namespace, nodes: list[Node], environment: dict[str, str
 def _run(given: argparse.Namespace, nodes: list[Node], environment: dict[str, str]) -> int:
     watch = Watch(given.when)
     endpoint = f"{nodes[0].address}:{rendezvous_port()}"
+    where = " and ".join(f"{node.name} at {node.address}" for node in nodes)
+    print(
+        f"starting {where}, {given.nproc} ranks each; to be over within {given.limit_s:g} s",
+        flush=True,
+    )
     for number, node in enumerate(nodes):
         node.start(agent_options(given, endpoint, is_host=number == 0), environment, watch)
     end_s = time.monotonic() + given.limit_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpwriter._compat import (
     StockFsspecWriter,
     end_checkpoint_process,
 )
-from tests import ranks
+from tests import fakes, ranks
 from tests.fault_table import state_of_rank, state_of_ranks
 from tests.ranks import Failure, RankPair
 from tests.saves import assert_holds, names_in, save, small_state
@@ -52,6 +53,35 @@ def test_save_without_collectives_refuses_when_there_is_a_common_checkpoint(
     for failure in rank_pair.run(_failure_without_collectives, str(checkpoint_dir)):
         assert failure is not None and "use_collectives=False" in failure.text
     assert_holds(checkpoint_dir, small_state(1))
+
+
+@needs_rank_metadata
+def test_save_takes_the_place_of_what_ranks_have_saved_on_their_own(
+    rank_pair: RankPair, checkpoint_dir: Path
+) -> None:
+    """Nothing would load that again, and it would lie there for good."""
+    rank_pair.run(_save_without_collectives, str(checkpoint_dir), 1)
+    failures = rank_pair.run(_failure_without_overwriting, str(checkpoint_dir))
+    assert all(f is not None and "holds a checkpoint already" in f.text for f in failures)
+    rank_pair.run(_load_own, str(checkpoint_dir), 1)
+    rank_pair.run(_save_together, str(checkpoint_dir), 2)
+    names = names_in(checkpoint_dir)
+    assert [name for name in names if name.endswith("metadata")] == [".metadata"]
+    assert len(names) == 3
+    assert_holds(checkpoint_dir, state_of_ranks(2))
+
+
+def test_save_warns_when_ranks_do_not_share_the_directory(
+    rank_pair: RankPair, tmp_path: Path
+) -> None:
+    """Shards on disks of their own are in nobody's way, until somebody loads."""
+    for protocol in ("file", "objectlike"):
+        told = rank_pair.run(_warnings_of_save_apart, f"{protocol}://{tmp_path}/{protocol}")
+        assert told[1] == []
+        (text,) = told[0]
+        assert "cannot be loaded from" in text and str(tmp_path) in text
+        assert ("__1_0." in text) == (protocol == "file")
+    assert rank_pair.run(_warnings_of_save_apart, f"{tmp_path}/shared", True) == [[], []]
 
 
 def test_ranks_save_apart_when_told_that_they_are_alone(
@@ -128,6 +158,30 @@ def _save_without_collectives(path: str, number: int) -> None:
 
 def _failure_without_collectives(path: str) -> Failure | None:
     return ranks.caught(_save_without_collectives, path, 2)
+
+
+def _failure_without_overwriting(path: str) -> Failure | None:
+    state = state_of_rank(2, dist.get_rank())
+    return ranks.caught(ranks.save, path, state, overwrite=False)
+
+
+def _save_together(path: str, number: int) -> None:
+    ranks.save(path, state_of_rank(number, dist.get_rank()))
+
+
+def _warnings_of_save_apart(path: str, together: bool = False) -> list[str]:
+    assert fakes.__all__  # they have registered their protocols in this process
+    rank = dist.get_rank()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("mpwriter").addHandler(handler)
+    try:
+        ranks.save(path if together else f"{path}/{rank}", state_of_rank(1, rank))
+    finally:
+        logging.getLogger("mpwriter").removeHandler(handler)
+    texts = [record.getMessage() for record in records]
+    return [text for text in texts if "loaded" in text]  # objectlike:// has a warning of its own
 
 
 def _load_own(path: str, number: int) -> None:

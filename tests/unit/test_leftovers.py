@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,51 @@ def test_sweep_looks_into_no_other_directory(folder: Path) -> None:
     assert swept(folder) == []
 
 
+# -- metadata of single ranks --------------------------------------------------------------------
+
+
+def _rank_metadata(*shards: str) -> bytes:
+    return pickle.dumps(list(shards))
+
+
+@pytest.mark.parametrize("protocol", ["file", "objectlike"])
+def test_sweep_removes_what_ranks_committed_on_their_own_when_all_have_committed_together(
+    folder: Path, protocol: str
+) -> None:
+    """No load would find it again. Also stock's, whose shards have no id."""
+    shards = [SHARD, f"__1_0.{TOKEN}.distcp", "__2_0.distcp"]
+    kept = f"__0_0.{TOKEN[::-1]}.distcp"
+    put(folder, *shards, kept, changed_s=NOW_S)
+    for rank, shard in enumerate(shards):
+        put(folder, f"__{rank}.metadata", content=_rank_metadata(shard, kept), changed_s=NOW_S)
+    removed = swept(folder, kept, protocol=protocol)
+    assert removed == sorted([*shards, *(f"__{rank}.metadata" for rank in range(3))])
+    assert os.listdir(folder) == [kept]
+
+
+def test_sweep_leaves_the_metadata_of_other_ranks_when_one_has_committed_on_its_own(
+    folder: Path,
+) -> None:
+    put(folder, SHARD)
+    put(folder, "__1.metadata", content=_rank_metadata(SHARD))
+    location = locate(str(folder), {})
+    assert sweep(location.fs, location.root, [], rank=0, now_s=NOW_S) == []
+    assert sorted(os.listdir(folder)) == sorted([SHARD, "__1.metadata"])
+
+
+def test_sweep_leaves_metadata_of_a_rank_when_a_shard_of_it_cannot_be_removed(
+    folder: Path, plan: FaultPlan
+) -> None:
+    """The next sweep finds the rest by it."""
+    stuck, other = SHARD, f"__0_2.{TOKEN}.distcp"
+    put(folder, stuck, other)
+    put(folder, "__0.metadata", content=_rank_metadata(stuck, other))
+    plan.add("rm", stuck, errno=errno.EACCES)
+    assert swept(folder, protocol="fault", options=plan.options) == [other]
+    assert sorted(os.listdir(folder)) == sorted([stuck, "__0.metadata"])
+    assert swept(folder) == sorted([stuck, "__0.metadata"])
+
+
 # -- shards -------------------------------------------------------------------------------------
 
 
@@ -151,13 +197,19 @@ def test_sweep_goes_by_the_time_of_day_when_none_is_given(folder: Path) -> None:
     assert sweep(location.fs, location.root, []) == [SHARD]
 
 
-@pytest.mark.parametrize("metadata", [".metadata", "__0.metadata", "__7.metadata"])
-def test_sweep_leaves_shards_that_a_metadata_file_names(folder: Path, metadata: str) -> None:
-    """Of all ranks, or of a rank that saves on its own."""
+@pytest.mark.parametrize(
+    ("metadata", "rank"), [(".metadata", None), ("__0.metadata", 1), ("__7.metadata", 7)]
+)
+def test_sweep_leaves_shards_that_a_metadata_file_names(
+    folder: Path, metadata: str, rank: int | None
+) -> None:
+    """Of all ranks, or of a rank that saves on its own as this one does."""
     name = SHARD.encode()
     put(folder, SHARD, "__0_2.deadbeef.distcp")
     put(folder, metadata, content=b"\x80\x04\x8c" + bytes([len(name)]) + name + b".")
-    assert swept(folder) == ["__0_2.deadbeef.distcp"]
+    location = locate(folder, {})
+    removed = sweep(location.fs, location.root, [], rank=rank, now_s=NOW_S)
+    assert removed == ["__0_2.deadbeef.distcp"]
     assert sorted(os.listdir(folder)) == sorted([SHARD, metadata])
 
 

@@ -15,11 +15,12 @@ from mpwriter._save_events import SaveEvents
 from mpwriter._save_jobs import ranks_of, with_report
 
 GIB = 1 << 30
+WHERE = "/run/step"
 
 
 def _report(rank: int = 0, nbytes: int = GIB, write_s: float = 2.0) -> SaveReport:
     return SaveReport(
-        checkpoint_id="/run/step",
+        checkpoint_id=WHERE,
         save_id="0123",
         rank=rank,
         nbytes=nbytes,
@@ -46,8 +47,8 @@ def test_results_bring_the_figures_of_every_rank_when_they_are_gathered() -> Non
     reports = [_report(0, GIB, 2.0), _report(1, 3 * GIB, 4.0)]
     sent = [with_report(_results(3), report) for report in reports]
     assert ranks_of(_gathered(*sent)) == (
-        RankReport(0, GIB, 2, 2, 0.5, 2.0),
-        RankReport(1, 3 * GIB, 2, 2, 1.5, 4.0),
+        RankReport(0, WHERE, GIB, 2, 2, 0.5, 2.0),
+        RankReport(1, WHERE, 3 * GIB, 2, 2, 1.5, 4.0),
     )
 
 
@@ -67,7 +68,7 @@ def test_ranks_are_left_out_when_they_wrote_nothing_or_tell_nothing() -> None:
 
 def test_summary_is_of_all_ranks_when_there_are_several() -> None:
     ranks = tuple(
-        RankReport(rank, nbytes, 2, 3, stage_s, write_s)
+        RankReport(rank, WHERE, nbytes, 2, 3, stage_s, write_s)
         for rank, (nbytes, stage_s, write_s) in enumerate(
             [(GIB, 0.5, 2.0), (3 * GIB, 1.5, 4.0), (0, 0.1, 1.0)]
         )
@@ -86,7 +87,7 @@ def test_summary_is_of_all_ranks_when_there_are_several() -> None:
         assert figure in text
 
 
-@pytest.mark.parametrize("ranks", [(), (RankReport(0, GIB, 2, 2, 0.5, 2.0),)])
+@pytest.mark.parametrize("ranks", [(), (RankReport(0, WHERE, GIB, 2, 2, 0.5, 2.0),)])
 def test_summary_is_of_this_rank_when_there_is_no_other(ranks: tuple[RankReport, ...]) -> None:
     text = replace(_report(), ranks=ranks).summary()
     assert text.startswith(f"{GIB} bytes in 2 files by 2 workers; ")
@@ -96,7 +97,7 @@ def test_summary_is_of_this_rank_when_there_is_no_other(ranks: tuple[RankReport,
 def test_rate_of_all_is_nothing_when_nothing_was_written() -> None:
     assert _report().slowest_rank is None
     assert _report().gib_per_s_of_all == 0
-    assert replace(_report(), ranks=(RankReport(0, 0, 0, 0, 0, 0.0),)).gib_per_s_of_all == 0
+    assert replace(_report(), ranks=(RankReport(0, WHERE, 0, 0, 0, 0, 0.0),)).gib_per_s_of_all == 0
 
 
 @pytest.mark.parametrize("aloud", [True, False])
