@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from mpwriter._collector import collector_paused
 from mpwriter._fetch_ahead import Ahead, Arrived
 from mpwriter._fetch_decode import Delivery
 from mpwriter._fetch_file import Buffer, ShardFile
@@ -70,13 +71,14 @@ def fetch(
     began_s = time.monotonic()
     # Of a store `num_workers` means processes, and each has many requests on their way.
     lane = lane_for(location.fs, None if has_ranges(location.fs) else num_workers)
-    files = plan_reads(
-        reads,
-        places,
-        delivery.entries,
-        max_range_bytes=MAX_RANGE_BYTES if lane is None else lane.max_range_bytes,
-        alone_bytes=None if lane is None else lane.place_bytes,
-    )
+    with collector_paused():
+        files = plan_reads(
+            reads,
+            places,
+            delivery.entries,
+            max_range_bytes=MAX_RANGE_BYTES if lane is None else lane.max_range_bytes,
+            alone_bytes=None if lane is None else lane.place_bytes,
+        )
     total_bytes = sum(span.stop - span.start for spans in files.values() for span in spans)
     num_processes = 0
     line = ProgressLine("loading", total_bytes, progress)
@@ -126,6 +128,7 @@ def _deliver(arrived: Arrived, delivery: Delivery) -> None:
         delivery.finish(span.items[0], place)
         return
     assert view is not None
-    for item in span.items:
-        begin = item.offset - span.start
-        delivery.deliver(item, view[begin : begin + item.length], display, prepared)
+    with collector_paused():
+        for item in span.items:
+            begin = item.offset - span.start
+            delivery.deliver(item, view[begin : begin + item.length], display, prepared)

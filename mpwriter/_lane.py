@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from mpwriter._arena import Arena
+from mpwriter._collector import collector_paused
 from mpwriter._staging import Batch, ItemStream
 from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
 from mpwriter._types import (
@@ -308,16 +309,20 @@ class Lane:
             slots = self._slots()
             if not slots:
                 return False
-            batch = self.stream.fill(slots[0])
+            batch = self._fill(slots[0])
             slots.popleft()
         elif len(self._in_flight) >= _MAX_STAGED_IN_FLIGHT:
             return False
         else:
-            batch = self.stream.fill(None)
+            batch = self._fill(None)
         if batch is not None:
             self._staged.append(batch)
         self.stage_s += time.perf_counter() - begin_s
         return True
+
+    def _fill(self, slot: Slot | None) -> Batch | None:
+        with collector_paused():
+            return self.stream.fill(slot)
 
     def _slots(self) -> deque[Slot]:
         if self._window is None:

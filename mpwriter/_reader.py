@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mpwriter import _metadata
+from mpwriter._collector import collector_paused
 from mpwriter._compat import ExtensionRegistry
 from mpwriter._fetch import DEFAULT_TIMEOUT_S, fetch
 from mpwriter._fetch_decode import Delivery
@@ -196,7 +197,8 @@ class FsspecReader(StorageReader):
             if isinstance(error.__cause__, IsADirectoryError):
                 raise explain_absence(location, name) from error.__cause__
             raise
-        metadata = _metadata.loads(raw, path)
+        with collector_paused():
+            metadata = _metadata.loads(raw, path)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mpwriter._arena import arena_unavailable_reason, get_arena
+from mpwriter._collector import collector_paused
 from mpwriter._commit import Commit, complete_metadata
 from mpwriter._feed import FeedSettings, JobFeed
 from mpwriter._filesystems import is_local
@@ -150,15 +151,17 @@ class Save:
         self._times.plan_s = begin_s - self._times.begin_s
         ties = TieTable()
         try:
-            jobs = plan_jobs(
-                items, self._options, rank=self.rank, save_id=self.save_id, child=self._child
-            )
+            with collector_paused():
+                jobs = plan_jobs(
+                    items, self._options, rank=self.rank, save_id=self.save_id, child=self._child
+                )
             done = self._run(jobs, items, planner, ties)
         except BaseException as exc:
             self._fail(exc)
             raise
         self._give_back()
-        results = results_of(jobs, items, ties, done, self._options.descriptors)
+        with collector_paused():
+            results = results_of(jobs, items, ties, done, self._options.descriptors)
         self._times.write_s = time.perf_counter() - begin_s
         try:
             self._events.summarize(list(done.values()), self._workers)
@@ -252,9 +255,10 @@ class Save:
                 nothing is left of this one.
         """
         begin_s = time.perf_counter()
-        complete_metadata(metadata, results, self.storage_meta())
         try:
-            self._new_commit().run(metadata, self.rank)
+            with collector_paused():
+                complete_metadata(metadata, results, self.storage_meta())
+                self._new_commit().run(metadata, self.rank)
         except BaseException as exc:
             self._fail(exc)
             raise

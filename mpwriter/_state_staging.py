@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from mpwriter._arena import arena_unavailable_reason, get_arena
+from mpwriter._collector import collector_paused
 from mpwriter._compat import ShardedTensor, copy_each, inner_tensors, rewrap, with_shards
 from mpwriter._staged_state import StagedLease, StagedState
 from mpwriter._staged_views import views
@@ -84,12 +85,14 @@ class StateStaging:
             TypeError, StagingError: a value cannot be copied; names its key.
         """
         try:
-            self._tensors.collect(state)
+            with collector_paused():
+                self._tensors.collect(state)
         except ValueError as exc:
             raise _staging_error(key_of_first_failure(state), exc) from exc
         lease = self._lease(budget_bytes, timeout_s)
         try:
-            self._build_state(state, lease)
+            with collector_paused():
+                self._build_state(state, lease)
         except BaseException:
             lease.release()  # this frame lives as long as the exception is kept
             raise

@@ -54,7 +54,7 @@ LAYERS: list[list[set[str]]] = [
         {"_channel"},
         {"_options"},
     ],
-    [{"_report"}, {"_compat"}, {"_memory"}, {"_checksum"}],
+    [{"_report"}, {"_compat"}, {"_memory"}, {"_checksum"}, {"_collector"}],
     [{"_types"}],
     [{"errors"}, {"_version"}],
 ]
