@@ -34,7 +34,8 @@ from mpwriter._feed_ends import (
     worker_report,
 )
 from mpwriter._feed_lanes import LaneMaker
-from mpwriter._lane import Job, Lane, TrainerPeer
+from mpwriter._lane import Job, Lane
+from mpwriter._lane_window import TrainerPeer
 from mpwriter._pool import WorkerPool
 from mpwriter._process import WorkerProcess
 from mpwriter._report import WorkerReport

@@ -8,7 +8,8 @@ from __future__ import annotations
 from functools import partial
 
 from mpwriter._arena import Arena
-from mpwriter._lane import Lane, TrainerPeer, Window, window_bytes
+from mpwriter._lane import Lane
+from mpwriter._lane_window import TrainerPeer, Window, window_bytes
 from mpwriter._process import WorkerProcess
 from mpwriter._types import Extent
 

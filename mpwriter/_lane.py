@@ -17,46 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-
-from mpwriter._arena import Arena
 from mpwriter._collector import collector_paused
+from mpwriter._lane_window import Window
 from mpwriter._staging import Batch, ItemStream
-from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
-from mpwriter._types import (
-    PAGE_BYTES,
-    AbortJob,
-    Ack,
-    EndJob,
-    Extent,
-    ItemSpec,
-    Message,
-    Put,
-    StartJob,
-)
-from mpwriter._worker import JobServer
+from mpwriter._staging_parts import Slot
+from mpwriter._types import AbortJob, Ack, EndJob, ItemSpec, Message, Put, StartJob
 
-__all__ = ["Job", "Lane", "Peer", "TrainerPeer", "Window", "window_bytes"]
-
-# A slot is copied, sent, checksummed and written as a whole. 2 MiB: small enough to stay in a
-# core's share of the cache between the copy and the write, large enough that a message (60 us
-# for both sides) is under 5 % of it. Source: scripts/benchmark.py, `large`, 0.5 to 16 MiB.
-_MAX_SLOT_BYTES = 2 << 20
-
-# Slots of a full window at least, so that copying, checksumming and writing overlap.
-_MIN_SLOTS = 8
-
-# Windows come in powers of two from here up, so that later saves find a warm one that fits.
-_MIN_WINDOW_BYTES = 256 * 1024
+__all__ = ["Job", "Lane", "Peer"]
 
 # Messages about staged bytes that may wait for a worker: enough to keep it busy, few enough to
 # be dropped at once when a save is aborted.
 _MAX_STAGED_IN_FLIGHT = 8
-
-# The segment number of the stand-in's own memory.
-_TRAINER_SEGMENT = -1
 
 
 @dataclass
@@ -89,95 +62,6 @@ class Peer(Protocol):
 
     def send(self, message: Message) -> None: ...
     def receive(self) -> list[Message]: ...
-
-
-class TrainerPeer:
-    """Stands in for a worker where none can serve: runs each message at once, in this thread."""
-
-    def __init__(self) -> None:
-        self._replies: list[Message] = []
-        self._server = JobServer(self._replies.append, _no_fd, owns_process=False)
-
-    def send(self, message: Message) -> None:
-        self._server.handle(message)
-
-    def receive(self) -> list[Message]:
-        replies = self._replies[:]
-        self._replies.clear()
-        return replies
-
-    def reaches(self, segment: int) -> bool:
-        return segment in self._server.buffers
-
-    def reach(self, segment: int, buffer: memoryview) -> None:
-        """Make a segment known, as `MapSegment` does for a worker."""
-        self._server.buffers[segment] = buffer
-
-    def window(self, nbytes: int) -> Window:
-        """A window in ordinary memory."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        buffer = memoryview(_as_array(memory))
-        self.reach(_TRAINER_SEGMENT, buffer)
-        return Window(_TRAINER_SEGMENT, 0, memory, buffer, lambda: None)
-
-    def close(self) -> None:
-        self._server.close()
-
-
-def _no_fd() -> int:
-    raise AssertionError("no descriptors travel inside the trainer")
-
-
-def _as_array(memory: torch.Tensor) -> Any:
-    return memory.numpy()
-
-
-def window_bytes(copy_ahead_bytes: int, job_bytes: int) -> int:
-    """Size of the window for jobs of up to `job_bytes`: no more than they can fill."""
-    size = _MIN_WINDOW_BYTES
-    while size < job_bytes:
-        size *= 2
-    return max(2 * MIN_SLOT_BYTES, min(size, copy_ahead_bytes))
-
-
-class Window:
-    """A range of memory in slots. `release` gives it back; slots must not be used after that."""
-
-    def __init__(
-        self,
-        segment: int,
-        offset: int,
-        tensor: torch.Tensor,
-        buffer: memoryview,
-        release: Callable[[], None],
-    ) -> None:
-        nbytes = tensor.numel()
-        self.slot_bytes = max(MIN_SLOT_BYTES, min(_MAX_SLOT_BYTES, nbytes // _MIN_SLOTS))
-        # Slots keep the alignment of items.
-        self.slot_bytes -= self.slot_bytes % (PAGE_BYTES if self.slot_bytes > PAGE_BYTES else 64)
-        self.release = release
-        address = tensor.data_ptr()
-        self.slots: deque[Slot] = deque(
-            Slot(
-                segment,
-                offset + start,
-                self.slot_bytes,
-                tensor[start : start + self.slot_bytes],
-                buffer[start : start + self.slot_bytes],
-                address + start,
-            )
-            for start in range(0, nbytes - self.slot_bytes + 1, self.slot_bytes)
-        )
-
-    @classmethod
-    def in_arena(cls, arena: Arena, extent: Extent) -> Window:
-        return cls(
-            extent.segment,
-            extent.offset,
-            arena.tensor(extent),
-            arena.buffer(extent),
-            lambda: arena.release(extent),
-        )
 
 
 class Lane:

@@ -17,12 +17,25 @@ from typing import Any
 from mpwriter._compat import StreamTransformExtension
 from mpwriter._report import EventHandler
 
-__all__ = ["DEFAULT_TIMEOUT_S", "WriterOptions", "check_storage_options"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "STOCK_NAMES",
+    "WriterOptions",
+    "at_least",
+    "check_storage_options",
+    "take_stock_name",
+]
 
 # The longest a worker may be silent where the user sets no timeout_s. Ten minutes: longer than
 # the back-off of object-store clients and an fsync on a loaded shared disk, shorter than the
 # watchdogs of collective libraries that would end the job instead (NCCL's default: 10 minutes).
 DEFAULT_TIMEOUT_S = 600.0
+
+# What the stock FsspecWriter calls some of our options.
+STOCK_NAMES = {
+    "num_workers": "thread_count",
+    "per_worker_copy_ahead": "per_thread_copy_ahead",
+}
 
 # How alike a keyword must be to one of ours to be taken for a slip of the pen.
 _SIMILARITY = 0.8
@@ -86,6 +99,34 @@ class WriterOptions:
         except Exception as exc:
             return f"the extensions cannot be pickled: {type(exc).__name__}: {exc}"
         return None
+
+
+def take_stock_name(options: dict[str, Any], name: str, value: Any, default: Any) -> Any:
+    """The value of option `name`, which may have been given by its stock name among `options`.
+
+    Args:
+        value: as given by our name; default: what that is where nothing was.
+
+    Raises:
+        TypeError: both were given.
+    """
+    stock_name = STOCK_NAMES[name]
+    if stock_name not in options:
+        return value
+    if value != default:
+        raise TypeError(f"{name} and {stock_name} are the same option: give one of them")
+    return options.pop(stock_name)
+
+
+def at_least(least: int, value: int, name: str) -> int:
+    """`value`.
+
+    Raises:
+        ValueError: it is no integer, or less than that.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value
 
 
 def check_storage_options(

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -31,7 +30,14 @@ from mpwriter._compat import (
 )
 from mpwriter._crossing import has_crossed
 from mpwriter._filesystems import make_known, pickled_kind
-from mpwriter._options import DEFAULT_TIMEOUT_S, WriterOptions, check_storage_options
+from mpwriter._options import (
+    DEFAULT_TIMEOUT_S,
+    STOCK_NAMES,
+    WriterOptions,
+    at_least,
+    check_storage_options,
+    take_stock_name,
+)
 from mpwriter._planning import shard_rank
 from mpwriter._pool import default_num_workers, get_pool
 from mpwriter._report import EventHandler, SaveReport
@@ -39,14 +45,9 @@ from mpwriter._save import Save
 from mpwriter._staged_state import Claim, StagedState, claim_of_this_thread
 from mpwriter._state_staging import StateStaging
 from mpwriter._storage import Location, locate
+from mpwriter._writer_staging import StagingThread
 
 __all__ = ["MPFsspecWriter"]
-
-# Names of the stock FsspecWriter that mean one of ours.
-_STOCK_NAMES = {
-    "thread_count": "num_workers",
-    "per_thread_copy_ahead": "per_worker_copy_ahead",
-}
 
 _OWN_NAMES = (
     "path",
@@ -66,7 +67,7 @@ _OWN_NAMES = (
     "cache_staged_state_dict",
     "background_priority",
     "worker_cores",
-    *_STOCK_NAMES,
+    *STOCK_NAMES.values(),
 )
 
 
@@ -142,34 +143,26 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         **storage_options: Any,
     ) -> None:
         super().__init__()
-        if "thread_count" in storage_options:
-            stock = storage_options.pop("thread_count")
-            num_workers = _only(num_workers, None, stock, "num_workers", "thread_count")
-        if "per_thread_copy_ahead" in storage_options:
-            stock = storage_options.pop("per_thread_copy_ahead")
-            per_worker_copy_ahead = _only(
-                per_worker_copy_ahead,
-                64 * 2**20,
-                stock,
-                "per_worker_copy_ahead",
-                "per_thread_copy_ahead",
-            )
+        num_workers = take_stock_name(storage_options, "num_workers", num_workers, None)
+        per_worker_copy_ahead = take_stock_name(
+            storage_options, "per_worker_copy_ahead", per_worker_copy_ahead, 64 * 2**20
+        )
         safetensors = SerializationFormat(serialization_format) is SerializationFormat.SAFETENSORS
         if safetensors and _extensions:
             raise NotImplementedError("a transformed safetensors file would not be one")
         self._options = WriterOptions(
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
-            num_workers=_at_least(
+            num_workers=at_least(
                 1, default_num_workers() if num_workers is None else num_workers, "num_workers"
             ),
-            copy_ahead_bytes=_at_least(0, per_worker_copy_ahead, "per_worker_copy_ahead"),
+            copy_ahead_bytes=at_least(0, per_worker_copy_ahead, "per_worker_copy_ahead"),
             overwrite=overwrite,
             extensions=tuple(_extensions or ()),
             safetensors=safetensors,
             budget_bytes=staging_budget_bytes,
             timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
-            retries=_at_least(0, retries, "retries"),
+            retries=at_least(0, retries, "retries"),
             progress=progress,
             background_priority=background_priority,
             worker_cores=None if worker_cores is None else tuple(worker_cores),
@@ -178,8 +171,7 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         if async_staging and not HAS_ASYNC_STAGING:
             raise NotImplementedError("async_staging needs a torch that has AsyncSaveResponse")
         self._async_staging = async_staging
-        self._staging_thread: ThreadPoolExecutor | None = None
-        self._stagings: list[StagingFuture[None]] = []
+        self._staging_thread = StagingThread()
         self._storage_options = storage_options
         self._path: str | os.PathLike[str] = path
         location = locate(path, storage_options, writable=True)
@@ -288,7 +280,6 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         # What is over on this thread must not hold memory that this staging may have to wait for.
         claim_of_this_thread()
         self._this_thread.save = None
-        self._stagings = [future for future in self._stagings if not future.done()]
         options = self._options
         staging = StateStaging(path=self._where())
         staging.prepare(state_dict, budget_bytes=options.budget_bytes, timeout_s=options.timeout_s)
@@ -296,17 +287,10 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
             # A save may outlive the main thread's code, and after that no process can be started.
             if not has_crossed():
                 get_pool().prepare(options.num_workers)
-            return self._copy_in_thread(staging) if self._async_staging else staging.copy()
+            return self._staging_thread.copy(staging) if self._async_staging else staging.copy()
         except BaseException:
             staging.abandon()  # the exception may be kept, and with it this frame
             raise
-
-    def _copy_in_thread(self, staging: StateStaging) -> StagingFuture[StagedState]:
-        if self._staging_thread is None:
-            self._staging_thread = ThreadPoolExecutor(1, thread_name_prefix="mpwriter-staging")
-        future = self._staging_thread.submit(staging.copy)
-        self._stagings.append(_without_result(future))
-        return future
 
     def synchronize_staging(self) -> None:
         """Wait until every staging of this writer is done and its tensors may change.
@@ -314,9 +298,7 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         Raises:
             StagingError: a tensor could not be copied.
         """
-        stagings, self._stagings = self._stagings, []
-        for staging in stagings:
-            staging.result()
+        self._staging_thread.wait()
 
     # -- the writer's own ----------------------------------------------------------------
 
@@ -326,20 +308,18 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         Workers and memory belong to the process: see `mpwriter.shutdown`.
         """
         self._this_thread.save = None
-        thread, self._staging_thread = self._staging_thread, None
-        if thread is not None:
-            thread.shutdown(wait=True)
+        self._staging_thread.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Saves and threads belong to this process.
-        state = {name: value for name, value in vars(self).items() if name != "_this_thread"}
-        return {**state, "_staging_thread": None, "_stagings": []}
+        own = ("_this_thread", "_staging_thread")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["_kind"] is not None:
             make_known(state["_kind"])
         vars(self).update(state)
-        self._this_thread = _PerThread()
+        self._this_thread, self._staging_thread = _PerThread(), StagingThread()
 
     def _where(self, claim: Claim | None = None) -> str | os.PathLike[str]:
         """Where this thread points; a staged state remembers where the one that staged it did."""
@@ -364,27 +344,3 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
 
     def _current(self) -> Save:
         return self._this_thread.save or self._begin()
-
-
-def _without_result(future: StagingFuture[StagedState]) -> StagingFuture[None]:
-    """The same outcome without the staged state, which would be kept from giving memory back."""
-    outcome: StagingFuture[None] = StagingFuture()
-
-    def pass_on(done: StagingFuture[StagedState]) -> None:
-        error = done.exception()
-        outcome.set_result(None) if error is None else outcome.set_exception(error)
-
-    future.add_done_callback(pass_on)
-    return outcome
-
-
-def _only(ours: Any, default: Any, stock: Any, name: str, stock_name: str) -> Any:
-    if ours != default:
-        raise TypeError(f"{name} and {stock_name} are the same option: give one of them")
-    return stock
-
-
-def _at_least(least: int, value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return value

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpwriter._lane import Job, Lane, TrainerPeer, Window
+from mpwriter._lane import Job, Lane
+from mpwriter._lane_window import TrainerPeer, Window
 from mpwriter._staging import Batch
 from mpwriter._staging_parts import MIN_SLOT_BYTES, Slot
 from mpwriter._types import AbortJob, Ack, EndJob, ItemSpec, JobFailed, Message, Put

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpwriter._arena import Arena
-from mpwriter._lane import Window, window_bytes
+from mpwriter._lane_window import Window, window_bytes
 from mpwriter._staging_parts import MIN_SLOT_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
