@@ -4,7 +4,7 @@ Runs in: trainer.
 
     _fetch_plan     which ranges of which files
     _fetch_source   files that threads can share: of a local disk, or behind an event loop
-    _fetch_crew     worker processes that read the latter, for large loads
+    _fetch_crew     worker processes that read the latter, for large loads; _fetch_gather finds them
     _fetch_ahead    their ranges, read ahead
     _fetch_file     ranges of one file, one after the other: of every other filesystem
     _fetch_place    large payloads, straight into their targets

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
-from mpwriter._fetch_crew import BYTES_PER_WORKER, Crew, CrewFile, gather
+from mpwriter._fetch_crew import Crew, CrewFile
+from mpwriter._fetch_gather import BYTES_PER_WORKER, gather
 from mpwriter._fetch_place import MIN_PLACE_BYTES
 from mpwriter._fetch_plan import MAX_RANGE_BYTES
 from mpwriter._memory import local_world_size, usable_cores

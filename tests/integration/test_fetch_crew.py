@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mpwriter import FsspecReader, MPFsspecWriter, _fetch_crew, _fetch_source
+from mpwriter import FsspecReader, MPFsspecWriter, _fetch_crew, _fetch_gather, _fetch_source
 from mpwriter._arena import get_arena
 from mpwriter._faults import ToldError
-from mpwriter._fetch_crew import Crew, CrewFile, gather
+from mpwriter._fetch_crew import Crew, CrewFile
+from mpwriter._fetch_gather import gather
 from mpwriter.errors import CorruptCheckpointError, IncompleteCheckpointError, StorageError
 from tests.fakes import FaultPlan
 from tests.fakes.planned_ranges import PlannedRanges
@@ -33,8 +34,8 @@ _PART_BYTES = MIB // 4
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few MiB are many requests, and worth two workers."""
-    monkeypatch.setattr(_fetch_source, "PART_BYTES", _PART_BYTES)
-    monkeypatch.setattr(_fetch_crew, "PART_BYTES", _PART_BYTES)
+    for module in (_fetch_source, _fetch_crew, _fetch_gather):
+        monkeypatch.setattr(module, "PART_BYTES", _PART_BYTES)
     monkeypatch.setattr(_fetch_source, "BYTES_PER_WORKER", MIB)
 
 
@@ -301,5 +302,5 @@ def test_crew_refuses_requests_after_its_end(plan: FaultPlan, tmp_path: Path) ->
 def test_gather_finds_nobody_when_there_is_no_memory(
     plan: FaultPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_fetch_crew, "arena_unavailable_reason", lambda: "there is no memfd")
+    monkeypatch.setattr(_fetch_gather, "arena_unavailable_reason", lambda: "there is no memfd")
     assert gather(PlannedRanges(**plan.options), 2) is None
