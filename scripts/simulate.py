@@ -152,8 +152,9 @@ def simulate(writer_name: str, num_ranks: int, num_tensors: int) -> Cost:
         )
         if writer_name == "ours":
             mpwriter.warm_up(1)  # a worker's start is no part of it
-        # A commit looks whether the shards of its own rank are still there.
-        Path(folder, _shard_name(0, writer_name)).touch()
+        # A commit looks whether the shards are there, as far as its rank can see them.
+        for rank in range(num_ranks):
+            Path(folder, _shard_name(rank, writer_name)).touch()
         before_bytes = _peak_bytes()
         plans, plans_bytes, plans_s = _gathered(
             lambda rank: _plan(rank, num_ranks, num_tensors), num_ranks
