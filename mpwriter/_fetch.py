@@ -8,6 +8,7 @@ Runs in: trainer.
     _fetch_ahead    their ranges, read ahead
     _fetch_file     ranges of one file, one after the other: of every other filesystem
     _fetch_place    large payloads, straight into their targets
+    _fetch_landing  those of targets on accelerators, through page-locked memory
     _fetch_decode   from bytes to tensors, checked, into their targets
 """
 
@@ -125,7 +126,7 @@ def _fetch_in_turn(
 def _deliver(arrived: Arrived, delivery: Delivery) -> None:
     display, span, view, prepared, place = arrived
     if place is not None:
-        delivery.finish(span.items[0], place)
+        delivery.finish(span.items[0], place, display)
         return
     assert view is not None
     with collector_paused():

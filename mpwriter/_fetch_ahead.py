@@ -28,8 +28,8 @@ from mpwriter._storage import Location
 
 __all__ = ["Ahead", "Arrived"]
 
-# In buffers, beside what goes straight into targets. Source: 10 requests of 8 MiB for a store that
-# answers all at once, and as much again that waits for the planner.
+# In buffers and landings, beside what goes straight into targets. Source: 10 requests of 8 MiB for
+# a store that answers all at once, and as much again that waits for the planner.
 _MAX_AHEAD_BYTES = 160 * 2**20
 
 # At the end of a load that failed: for reads that are under way, whose memory is the user's.
@@ -61,6 +61,22 @@ class _Reading(NamedTuple):
     view: memoryview | None
     place: Place | None
     parts: list[Future[Any]]
+    nbytes: int  # of memory beside the target's
+
+
+class _Wanted(NamedTuple):
+    """A range to be read, and the place of its one item, where that can be read in place."""
+
+    name: str
+    span: ByteRange
+    place: Place | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory beside the target's."""
+        if self.place is not None and not self.place.needs_landing:
+            return 0
+        return self.span.stop - self.span.start
 
 
 class Ahead:
@@ -97,6 +113,9 @@ class Ahead:
             return  # a descriptor that a thread is stuck in must not become another file's
         for source in self._sources.values():
             source.close()
+        for reading in self._readings:
+            if reading.place is not None:
+                reading.place.release()
 
     def read(self, files: Mapping[str, Sequence[ByteRange]]) -> Iterator[Arrived]:
         """Read every range, in order.
@@ -104,12 +123,12 @@ class Ahead:
         Raises:
             IncompleteCheckpointError, CorruptCheckpointError, StorageError: as `ShardFile.read`.
         """
-        pending = iter([(name, span) for name, spans in files.items() for span in spans])
+        pending = (self._wanted(name, span) for name, spans in files.items() for span in spans)
         left = {name: len(spans) for name, spans in files.items()}
         following = next(pending, None)
         while following is not None or self._readings:
-            while following is not None and self._has_room(following[1]):
-                self._begin(*following)
+            while following is not None and self._has_room(following):
+                self._begin(following)
                 following = next(pending, None)
             reading = self._readings[0]
             yield self._arrived(reading)
@@ -119,51 +138,53 @@ class Ahead:
             if not left[reading.name]:
                 self._sources.pop(reading.name).close()
 
-    def _has_room(self, span: ByteRange) -> bool:
+    def _wanted(self, name: str, span: ByteRange) -> _Wanted:
+        alone = span.items[0] if len(span.items) == 1 else None
+        if alone is None or alone.length < self._lane.place_bytes:
+            return _Wanted(name, span, None)
+        return _Wanted(name, span, self._delivery.place(name, alone))
+
+    def _has_room(self, wanted: _Wanted) -> bool:
         if not self._readings:
             return True
-        nbytes = span.stop - span.start
-        full = self._ahead_bytes + nbytes > _MAX_AHEAD_BYTES
+        full = wanted.nbytes and self._ahead_bytes + wanted.nbytes > _MAX_AHEAD_BYTES
         return not full and len(self._readings) < 4 * self._lane.num_threads
 
-    def _begin(self, name: str, span: ByteRange) -> None:
+    def _begin(self, wanted: _Wanted) -> None:
+        name, span, place = wanted
         display = f"{self._location.display}/{name}"
         source = self._source(name, span, display)
         size = source.size_for(span.stop - span.start)
         if size is not None and size < span.stop:
             # Now: no memory is claimed for bytes that do not exist.
             raise cut_off(display, next(i for i in span.items if i.stop > size), size)
-        reading = self._in_place(name, span, display, source)
-        self._readings.append(reading or self._in_buffer(name, span, display, source))
+        if place is not None and place.open():
+            reading = self._in_place(wanted, place, display, source)
+        else:
+            reading = self._in_buffer(name, span, display, source)
+        self._ahead_bytes += reading.nbytes
+        self._readings.append(reading)
 
-    def _in_place(
-        self, name: str, span: ByteRange, display: str, source: Source
-    ) -> _Reading | None:
-        """Begin to read a large payload straight into its target; None where that is not to be."""
-        alone = span.items[0] if len(span.items) == 1 else None
-        if alone is None or alone.length < self._lane.place_bytes:
-            return None
-        place = self._delivery.place(name, alone)
-        if place is None:
-            return None
+    def _in_place(self, wanted: _Wanted, place: Place, display: str, source: Source) -> _Reading:
+        """Begin to read a large payload straight into its target, or its landing."""
+        name, span, _ = wanted
         calls = (
             [place_fill(place, source)]
             if self._lane.in_place
             else [part_of_place(source, *part) for part in place.ask(self._lane.part_bytes)]
         )
         parts = [self._threads.submit(self._retried(call, span, display, source)) for call in calls]
-        return _Reading(name, display, span, source, None, None, place, parts)
+        return _Reading(name, display, span, source, None, None, place, parts, wanted.nbytes)
 
     def _in_buffer(self, name: str, span: ByteRange, display: str, source: Source) -> _Reading:
         nbytes = span.stop - span.start
         buffer = self._buffers.pop() if self._buffers else Buffer()
         view = buffer.room(span.start, nbytes)
-        self._ahead_bytes += nbytes
         parts = [
             self._threads.submit(self._part(source, span, view, begin, display))
             for begin in range(0, nbytes or 1, self._lane.part_bytes)
         ]
-        return _Reading(name, display, span, source, buffer, view, None, parts)
+        return _Reading(name, display, span, source, buffer, view, None, parts, nbytes)
 
     def _source(self, name: str, span: ByteRange, display: str) -> Source:
         if name not in self._sources:
@@ -225,8 +246,10 @@ class Ahead:
         return Arrived(display, span, view, None, None)
 
     def _recycle(self, reading: _Reading) -> None:
+        self._ahead_bytes -= reading.nbytes
+        if reading.place is not None:
+            reading.place.release()
         if reading.buffer is not None:
-            self._ahead_bytes -= reading.span.stop - reading.span.start
             self._buffers.append(reading.buffer)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from mpwriter._compat import ExtensionRegistry, StreamTransformExtension, narrow_tensor_by_index
 from mpwriter._decode import ContainerError, DecodedTensor, decode
+from mpwriter._fetch_landing import Landings
 from mpwriter._fetch_place import Place, place_for
 from mpwriter._fetch_plan import SAFETENSORS_SUFFIX, StoredItem, chunk_of
 from mpwriter.errors import CorruptCheckpointError, ShapeMismatchError
@@ -45,6 +46,7 @@ class Delivery:
         entries: Metadata.state_dict_metadata; says what raw items are.
         verify: compare the CRCs of what is read.
         extensions: makes the stream transforms that an item's descriptors name.
+        landings: for targets on accelerators; None for those of their own devices.
 
     Attributes:
         entries: as above.
@@ -59,8 +61,10 @@ class Delivery:
         *,
         verify: bool,
         extensions: ExtensionRegistry,
+        landings: Landings | None = None,
     ) -> None:
         self._planner = planner
+        self._landings = landings or Landings()
         self.entries = entries
         self._verify = verify
         self._extensions = extensions
@@ -79,11 +83,22 @@ class Delivery:
             return None
         read = item.reads[0]
         entry = self.entries.get(read.storage_index.fqn)
-        return place_for(name, item, entry, lambda: self._target(read), verify=self._verify)
+        return place_for(
+            name, item, entry, lambda: self._target(read), self._landings, verify=self._verify
+        )
 
-    def finish(self, item: StoredItem, place: Place) -> None:
-        """The item has been read into its place."""
+    def finish(self, item: StoredItem, place: Place, path: str) -> None:
+        """The item has been read into its place.
+
+        Raises:
+            Exception: what the planner raises, or a copy to an accelerator.
+        """
         read = item.reads[0]
+        try:
+            place.land()
+        except Exception as error:
+            _add_note(error, f"mpwriter: while loading {item.key!r} from {path}")
+            raise
         if not place.target.is_inference():
             # It was changed behind autograd's back, which keeps count of changes.
             torch.autograd.graph.increment_version(place.target)

@@ -10,7 +10,8 @@ less than half of the work of reading, checking and copying one after the other.
               compared   piece -> target, CRC so far    compared, with the CRC
 
 A local file is read so by one thread (`fill`). Of a store, where a request takes long, the pieces
-are asked for side by side (`ask`), and compared when all have come (`holds`).
+are asked for side by side (`ask`), and compared when all have come (`holds`). A target on an
+accelerator has a `Landing` in between.
 
 Where anything differs, the item is read again as any other is, and that tells what is wrong. So a
 target can hold what was not written while an error is raised, but not without one.
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from mpwriter._checksum import crc32
 from mpwriter._container import Frame, frame
+from mpwriter._fetch_landing import Landing, Landings
 from mpwriter._fetch_plan import SAFETENSORS_SUFFIX, StoredItem, chunk_of, payload_of
 
 __all__ = ["MIN_PLACE_BYTES", "Place", "place_for"]
@@ -45,19 +47,40 @@ class Place:
     Attributes:
         target: the planner's tensor.
         checked: whether a CRC covers what is read.
+        needs_landing: whether the target's memory is an accelerator's.
     """
 
     def __init__(
-        self, target: torch.Tensor, start: int, around: Frame | None, *, verify: bool
+        self,
+        target: torch.Tensor,
+        start: int,
+        around: Frame | None,
+        *,
+        verify: bool,
+        landings: Landings | None = None,
     ) -> None:
         self.target = target
         self.checked = around is not None and verify
-        elements: Any = target.reshape(-1).view(torch.uint8).numpy()
-        self._memory = memoryview(elements)
+        self.needs_landing = landings is not None
+        self._landings = landings
+        self._landing: Landing | None = None
+        self._memory = memoryview(b"")
         self._start = start
         self._around = around
         self._verify = verify
         self._ends = bytearray(), bytearray()
+
+    def open(self) -> bool:
+        """Make ready to be read into; False where there is no memory for that."""
+        if self._landings is None:
+            elements: Any = self.target.reshape(-1).view(torch.uint8).numpy()
+            self._memory = memoryview(elements)
+            return True
+        self._landing = self._landings.open(self.target)
+        if self._landing is None:
+            return False
+        self._memory = self._landing.memory
+        return True
 
     def fill(self, read_into: ReadInto) -> bool:
         """Read the payload. Thread-safe with other places.
@@ -115,6 +138,20 @@ class Place:
             return False
         return self._is_suffix(self._ends[1], crc32(self._memory) if self._verify else 0)
 
+    def land(self) -> None:
+        """Bring what has been read and compared to the target, if it is not there already.
+
+        Raises:
+            Exception: as torch has it.
+        """
+        if self._landing is not None:
+            self._landing.land()
+
+    def release(self) -> None:
+        """Nobody reads into it any more. Again does nothing."""
+        if self._landing is not None:
+            self._landing.release()
+
     def _is_suffix(self, suffix: bytearray, crc: int) -> bool:
         assert self._around is not None
         # Unchecked, the file's own word for its CRC will do.
@@ -143,6 +180,7 @@ def place_for(
     item: StoredItem,
     entry: Any,
     resolve: Callable[[], torch.Tensor],
+    landings: Landings,
     *,
     verify: bool,
 ) -> Place | None:
@@ -153,6 +191,7 @@ def place_for(
         item: what is stored.
         entry: of its key in the metadata.
         resolve: asks the planner for the target; called where all else fits.
+        landings: for a target on an accelerator.
         verify: compare CRCs.
 
     Returns:
@@ -169,13 +208,18 @@ def place_for(
     else:
         shape = tuple(item.reads[0].lengths)
     target = resolve()
-    if not _is_memory_of(target, dtype, shape):
+    if not _can_take(target, dtype, shape):
+        return None
+    needs_landing = landings.needs_one(target)
+    if not needs_landing and not target.is_cpu:
         return None
     around = None
     if item.elements is None and not name.endswith(SAFETENSORS_SUFFIX):
         nbytes = target.numel() * target.itemsize
         around = frame(str(dtype).removeprefix("torch."), shape, nbytes, item.offset)
-    return Place(target, item.offset, around, verify=verify)
+    return Place(
+        *(target, item.offset, around), verify=verify, landings=landings if needs_landing else None
+    )
 
 
 def _is_whole(item: StoredItem, chunk: ChunkStorageMetadata) -> bool:
@@ -183,10 +227,10 @@ def _is_whole(item: StoredItem, chunk: ChunkStorageMetadata) -> bool:
     return tuple(read.lengths) == tuple(chunk.sizes) and not any(read.storage_offsets)
 
 
-def _is_memory_of(target: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+def _can_take(target: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether the payload's bytes are the target's, one after the other."""
     return (
         type(target) is torch.Tensor
-        and target.device.type == "cpu"
         and target.layout == torch.strided
         and target.dtype == dtype
         and tuple(target.shape) == shape

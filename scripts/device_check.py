@@ -5,6 +5,8 @@
              page-locked and not
     save     states on the GPU, saved blocking, in the background and with overlapped staging, come
              back bit for bit although the trainer overwrites them as soon as it may
+    load     states loaded into the GPU's memory are what was saved; GB/s of large tensors, beside
+             the stock reader
     streams  values that are still being computed, on the current and on another stream, are saved
              as they will be
     locks    the arena page-locks a segment once, however often it is used, and unlocks it (D11)

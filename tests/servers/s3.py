@@ -80,7 +80,7 @@ def start_s3(
             "-s3", f"-s3.port={s3}", f"-s3.port.grpc={grpc[3]}",
             "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder}/s3.json",
             f"-s3.localSocket={folder}/s3.sock", f"-filer.localSocket={folder}/filer.sock",
-            "-master.volumeSizeLimitMB=256", "-volume.max=40", "-master.volumePreallocate=false",
+            "-master.volumeSizeLimitMB=256", "-volume.max=200", "-master.volumePreallocate=false",
             "-master.telemetry=false",
         ]  # fmt: skip
 

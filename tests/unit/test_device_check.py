@@ -15,16 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from mpwriter import _save, _state_staging, _writer
+from mpwriter import _fetch_landing, _save, _state_staging, _writer
 from mpwriter._compat import HAS_ASYNC_STAGING
 from mpwriter._segment import Segment
 from mpwriter._state_staging import StateStaging
 from mpwriter._streams import CopyStream, StreamFactory
 from mpwriter.bench import device_checks
-from mpwriter.bench.device_checks import check_all, check_copies, check_saves, check_streams
+from mpwriter.bench.device_checks import (
+    check_all,
+    check_copies,
+    check_loads,
+    check_saves,
+    check_streams,
+)
 from mpwriter.bench.device_locks import PinLog, check_locks
 from mpwriter.bench.device_rig import Result, Rig, checked, make_state, map_tensors, results_table
-from tests.unit.test_staging import _LateStream
+from tests.unit.test_staging import _LateEvent, _LateStream
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -63,7 +69,8 @@ def driver() -> Iterator[Driver]:
 @pytest.fixture
 def rig(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """The CPU, treated as a device with streams."""
-    monkeypatch.setattr(_save, "accelerator_stream", late_streams)
+    for module in (_save, _fetch_landing):
+        monkeypatch.setattr(module, "accelerator_stream", late_streams)
     monkeypatch.setattr(
         _writer, "StateStaging", lambda **options: StateStaging(late_streams(), **options)
     )
@@ -77,7 +84,9 @@ def failed(results: list[Result]) -> list[str]:
     return [result.check for result in results if not result.held]
 
 
-@pytest.mark.parametrize("check", [check_copies, check_saves, check_streams, check_locks])
+@pytest.mark.parametrize(
+    "check", [check_copies, check_saves, check_loads, check_streams, check_locks]
+)
 def test_checks_hold_with_the_stand_in(check: Callable[[Rig], list[Result]], rig: Rig) -> None:
     """D11 and the accelerator paths, as far as they can be held without a GPU."""
     results = check(rig)
@@ -86,13 +95,14 @@ def test_checks_hold_with_the_stand_in(check: Callable[[Rig], list[Result]], rig
 
 
 def test_table_shows_all_checks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("check_copies", "check_saves", "check_streams"):
+    for name in ("check_copies", "check_saves", "check_loads", "check_streams"):
         monkeypatch.setattr(device_checks, name, lambda rig, name=name: [Result(name, False, "x")])
     monkeypatch.setattr(device_checks, "check_locks", lambda rig: [Result("locks", True)])
     lines = results_table(check_all(rig)).splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["check_copies", "FAILED", "x"],
         ["check_saves", "FAILED", "x"],
+        ["check_loads", "FAILED", "x"],
         ["check_streams", "FAILED", "x"],
         ["locks", "held"],
     ]
@@ -104,6 +114,14 @@ def test_save_checks_fail_when_nobody_waits_for_the_copies(
     monkeypatch.setattr(_state_staging, "_settle", lambda recorded: None)
     overlapped = ["save with overlapped staging"] if HAS_ASYNC_STAGING else []
     assert failed(check_saves(rig)) == ["save in the background", *overlapped]
+
+
+def test_load_checks_fail_when_nobody_waits_for_the_copies(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_LateEvent, "synchronize", lambda event: None)
+    rig.nbytes = 32 << 20
+    assert failed(check_loads(rig)) == ["load of a state of many kinds", "load of large tensors"]
 
 
 def test_lock_checks_fail_when_pages_are_locked_twice(
