@@ -49,8 +49,12 @@ class Interrupted(DefaultSavePlanner):
 
 
 def kill_workers() -> None:
-    for pid in worker_pids():
+    """Idle ones of other tests, too: dead for sure when the next save looks for one."""
+    pids = worker_pids()
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def give_up() -> None:
