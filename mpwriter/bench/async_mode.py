@@ -128,11 +128,20 @@ class _Run:
                     order.sort(key=lambda subject: (subject.checkpointer, subject.family == "ours"))
                 for subject in order:
                     self._one(subject, counted=number > 0)
-                copies = measure_copies(self._state, self._place, max(self._options.workers))
+                copies = measure_copies(
+                    self._state, self._place, max(self._options.workers), self._train
+                )
                 self._figures.copies += [copies] if number > 0 else []
         finally:
             self._saver.close()
         return self._figures
+
+    def _train(self) -> None:
+        self._loop.run_for(self._idle_s)
+
+    @property
+    def _idle_s(self) -> float:
+        return _QUICK_IDLE_S if self._quick else _IDLE_S
 
     def _one(self, subject: AsyncSubject, *, counted: bool) -> None:
         if subject not in self._figures.failures:
@@ -174,7 +183,7 @@ class _Run:
                 self._saver,
                 url,
                 self._loop,
-                idle_s=_QUICK_IDLE_S if self._quick else _IDLE_S,
+                idle_s=self._idle_s,
                 max_idle_tries=1 if self._quick else _MAX_IDLE_TRIES,
                 ranks=self._place.ranks,
             )

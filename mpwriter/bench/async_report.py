@@ -38,7 +38,8 @@ __all__ = [
 LEGEND = """\
 n         worker processes (MPFsspecWriter) or threads (stock writers); thread, process: where
           DCP runs the save. stager kept: stock's DefaultStager, used again for every save
-stall     until async_save returns; of copy: times a plain copy_ of each tensor into warm memory
+stall     until async_save returns; of copy: times a plain copy_ of each tensor into warm memory,
+          timed likewise, right after training steps
 staged    from the call until the tensors may change, where that is after the return
 save      from the call to the complete checkpoint
 steps/s   of the training loop during the save, in per cent of those just before it

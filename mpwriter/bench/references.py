@@ -1,6 +1,9 @@
 """What the call of `async_save` is compared with: plain copies of the same bytes.
 
 Runs in: trainer.
+
+Each is timed as the call is, right after steps of the training loop: a state that has just been
+copied is still in the caches, and a state that was trained on is not.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +44,16 @@ class CopyTimes:
     stage_s: float
 
 
-def measure_copies(state: BenchState, place: Place, num_workers: int) -> CopyTimes:
+def measure_copies(
+    state: BenchState, place: Place, num_workers: int, train: Callable[[], object]
+) -> CopyTimes:
     """Measure each once. Takes twice the state's memory while it runs.
+
+    Args:
+        state: whose bytes.
+        place: for the writer whose staging is timed.
+        num_workers: of that writer.
+        train: called before each copy.
 
     Raises:
         StagingMemoryError: `stage()` finds no room.
@@ -51,21 +62,22 @@ def measure_copies(state: BenchState, place: Place, num_workers: int) -> CopyTim
     on_cpu = all(source.is_cpu for source in sources)
     nbytes = sum(map(_room_bytes, sources))
     target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not on_cpu).zero_()
-    loop_s = _timed_copy(_views(target, sources), sources)
+    loop_s = _timed_copy(_views(target, sources), sources, train)
     shared_loop_s = None
     flat = torch.empty(0, dtype=torch.uint8)
     if on_cpu and hasattr(os, "memfd_create"):
         flat = _shared(nbytes).zero_()
-        shared_loop_s = _timed_copy(_views(flat, sources), sources)
+        shared_loop_s = _timed_copy(_views(flat, sources), sources, train)
     else:
         flat = torch.zeros(nbytes, dtype=torch.uint8, device=sources[0].device)
-    flat_s = _timed_copy([target], [flat])
+    flat_s = _timed_copy([target], [flat], train)
     del target, flat
-    return CopyTimes(loop_s, shared_loop_s, flat_s, _stage_s(state, place, num_workers))
-
-
-def _stage_s(state: BenchState, place: Place, num_workers: int) -> float:
     writer = MPFsspecWriter(place.fresh_url(), num_workers=num_workers, **place.storage_options)
+    train()
+    return CopyTimes(loop_s, shared_loop_s, flat_s, _stage_s(state, writer))
+
+
+def _stage_s(state: BenchState, writer: MPFsspecWriter) -> float:
     began = time.perf_counter()
     staged = writer.stage(state.state_dict)
     stage_s = time.perf_counter() - began
@@ -73,7 +85,10 @@ def _stage_s(state: BenchState, place: Place, num_workers: int) -> float:
     return stage_s
 
 
-def _timed_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> float:
+def _timed_copy(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], train: Callable[[], object]
+) -> float:
+    train()
     device = sources[0].device
     began = time.perf_counter()
     for target, source in zip(targets, sources, strict=True):

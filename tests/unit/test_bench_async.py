@@ -236,8 +236,10 @@ def test_copies_are_measured_and_their_memory_goes_back(tmp_path: Path) -> None:
     state = measure_state(
         "mine", {"m": {"a": torch.ones(1000), "none": torch.empty(0), "b": torch.ones(3).bool()}}
     )
+    trained: list[int] = []
     with open_place(str(tmp_path), {}) as place:
-        copies = measure_copies(state, place, num_workers=1)
+        copies = measure_copies(state, place, 1, lambda: trained.append(1))
+    assert len(trained) == 4, "before each copy"
     assert min(copies.loop_s, copies.flat_s, copies.stage_s) > 0
     assert copies.shared_loop_s
 
