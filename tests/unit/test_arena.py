@@ -37,11 +37,12 @@ def plenty() -> Headroom:
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """An arena of 16 MiB, of which nothing may be left."""
-    before = open_fds(), mapped_segments()
+    fds, segments = open_fds(), mapped_segments()
     found = Arena(16 * MIB, look=plenty)
     yield found
     found.close()
-    assert (open_fds(), mapped_segments()) == before
+    assert open_fds() <= fds  # a client of another test may close a connection meanwhile
+    assert mapped_segments() == segments
 
 
 def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:

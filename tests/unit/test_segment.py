@@ -65,9 +65,10 @@ def segment() -> Iterator[Segment]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    before = open_fds(), mapped_segments()
+    fds, segments = open_fds(), mapped_segments()
     yield
-    assert (open_fds(), mapped_segments()) == before
+    assert open_fds() <= fds  # a client of another test may close a connection meanwhile
+    assert mapped_segments() == segments
 
 
 def test_open_claims_every_page_when_memory_is_there(segment: Segment) -> None:
