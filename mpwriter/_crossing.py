@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import copyreg
 import io
-import logging
 import math
-import multiprocessing
 import os
 import pickle
 import threading
@@ -36,34 +34,14 @@ from mpwriter._staged_state import Claim, Lease, StagedState
 from mpwriter._staged_views import row_major
 from mpwriter.errors import StagingError
 
-__all__ = ["has_crossed", "keep_quiet", "rebuild", "take_apart"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["has_crossed", "rebuild", "take_apart"]
 
 _crossed = threading.Event()
-
-# Set in the checkpoint process: it is there for nothing but saves in the background.
-_only_saves = threading.Event()
 
 
 def has_crossed() -> bool:
     """Whether a staged state of this process has gone to another one, whose workers write it."""
     return _crossed.is_set()
-
-
-def keep_quiet(niceness: int) -> None:
-    """Lower this thread's CPU priority for good where it is the checkpoint process's.
-
-    With 20,000 tensors DCP's planning and collectives keep that one busy for seconds.
-
-    Args:
-        niceness: the least it is to have.
-    """
-    if _only_saves.is_set() and niceness > os.getpriority(os.PRIO_PROCESS, 0):
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        except OSError as exc:
-            logger.debug("the checkpoint process keeps its priority: %s", exc)
 
 
 class _Origin(NamedTuple):
@@ -142,8 +120,6 @@ def rebuild(pickled: bytes, origins: Mapping[int, _Origin], path: Any) -> Staged
     Raises:
         StagingError: a segment cannot be opened: another user's process, or it has ended.
     """
-    if _is_helper_of({_Origin(*origin).pid for origin in origins.values()}):
-        _only_saves.set()
     segments = _adopted.take(origins)
     try:
         state = StagedState(_Unpickler(io.BytesIO(pickled), segments).load())
@@ -152,12 +128,6 @@ def rebuild(pickled: bytes, origins: Mapping[int, _Origin], path: Any) -> Staged
         raise
     state.lease, state.path = _AdoptedLease(segments), path
     return state
-
-
-def _is_helper_of(pids: set[int]) -> bool:
-    """Whether this is a daemonic child of the process that staged, as DCP's one is."""
-    parent = multiprocessing.parent_process()
-    return multiprocessing.current_process().daemon and parent is not None and parent.pid in pids
 
 
 class _Adopted:

@@ -108,9 +108,8 @@ class MPFsspecWriter(StorageWriter, AsyncStager):
         event_handler: called with a `SaveEvent` in the thread that saves.
         async_staging: let `dcp.async_save` return before the tensors are copied; see `stage`.
         cache_staged_state_dict: accepted for stock's sake; the memory is kept warm in any case.
-        background_priority: run the workers of an asynchronous save, and DCP's checkpoint process
-            where it has one, at lower CPU (and the workers at lower I/O) priority. A process cannot
-            raise its priority again, so they stay there.
+        background_priority: run the workers of an asynchronous save at lower CPU and I/O
+            priority. A process cannot raise its priority again, so they stay there.
         worker_cores: cores to keep the workers to; None: those of the trainer.
         **storage_options: for the filesystem, as for `fsspec.open`.
 
