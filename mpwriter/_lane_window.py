@@ -18,10 +18,10 @@ from mpwriter._worker import JobServer
 
 __all__ = ["TrainerPeer", "Window", "window_bytes"]
 
-# A slot is copied, sent, checksummed and written as a whole. 2 MiB: small enough to stay in a
-# core's share of the cache between the copy and the write, large enough that a message (60 us
-# for both sides) is under 5 % of it. Source: scripts/benchmark.py, `large`, 0.5 to 16 MiB.
-_MAX_SLOT_BYTES = 2 << 20
+# A slot is copied, sent, checksummed and written as a whole, and costs the trainer 100 us of
+# messages. 8 MiB: half the trainer's work beside the copy itself that 2 MiB cost (0.16 CPU-seconds
+# per GiB, not 0.20), and no later at the end. Source: scripts/benchmark.py, `large`, 0.5 to 16 MiB.
+_MAX_SLOT_BYTES = 8 << 20
 
 # Slots of a full window at least, so that copying, checksumming and writing overlap.
 _MIN_SLOTS = 8

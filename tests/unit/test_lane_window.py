@@ -33,7 +33,8 @@ def test_window_bytes_is_what_the_jobs_can_fill_within_the_copy_ahead(
 @pytest.mark.parametrize(
     ("nbytes", "slot_bytes", "num_slots"),
     [
-        (64 * MIB, 2 * MIB, 32),
+        (64 * MIB, 8 * MIB, 8),
+        (128 * MIB, 8 * MIB, 16),
         (16 * MIB, 2 * MIB, 8),
         (8 * MIB, MIB, 8),
         (256 * KIB, 32 * KIB, 8),
